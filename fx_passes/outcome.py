@@ -1,0 +1,64 @@
+"""What the fusing pass is told and what it answers: plain frozen values, no graph objects.
+
+Entry points: `FuseConfig` goes into `fuse`, `Outcome` comes out. Nothing here knows torch's graphs, so an `Outcome` can be
+kept, compared and written as JSON after the graph is gone. Symbolic sizes are kept as their text.
+"""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+Kind = Literal["statistics", "log-prob", "row value", "gradient"]
+Save = Literal["logits", "softmax"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseConfig:
+    """What the pass may assume and must keep.
+
+    Attributes:
+        min_vocab: smallest last dimension that is taken for a vocabulary.
+        save: what backward reads, "logits" (recompute the exponentials) or "softmax" (keep and reuse the buffer).
+        verify: run the region before and after on random data and refuse on a mismatch.
+    """
+
+    min_vocab: int = 1024
+    save: Save = "logits"
+    verify: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """One fused value: what it is, where the user wrote it, its shape (symbolic sizes as text) and dtype."""
+
+    kind: Kind
+    source: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """Something that was left as it was: why, at which node, at which line of the user's (`file:line` or "")."""
+
+    reason: str
+    node: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What `fuse` did to one graph; `fused` is empty exactly if the graph is unchanged.
+
+    `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
+    `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps.
+    """
+
+    fused: tuple[Fused, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    wide_before: int = 0
+    wide_after: int = 0
+    saved_bytes_before: int = 0
+    saved_bytes_after: int = 0
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,161 @@
+"""The options of the backend: one frozen value, built once per compiled graph and passed on explicitly.
+
+Entry point: `Options.parse`. A key of the user's `options={...}` wins over the environment (`SLIME_FUSED_<OPTION>`), which
+wins over the default. `inductor.<name>` keys are inductor's own settings and go through unread, apart from their names
+and types. What is not known or has the wrong type is refused with the valid list; nothing else reads the environment.
+"""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from fx_passes.outcome import FuseConfig, Save
+
+Inner = Literal["inductor", "aot_eager"]
+
+ENVIRONMENT_PREFIX = "SLIME_FUSED_"
+INDUCTOR_PREFIX = "inductor."
+_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        inner: who compiles what is left: "inductor", or "aot_eager" (no code generation, graphs run as they are).
+        min_vocab: smallest last dimension that is taken for a vocabulary.
+        strict: raise an exception of the pass instead of compiling the graph unchanged.
+        verify: run each region before and after on random data at compile time and refuse on a mismatch.
+        save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
+        consume_logits: the gradient may be written over logits that the caller passed in (never over a leaf).
+        inductor: inductor's own settings by their names (`inductor.<name>` keys).
+    """
+
+    inner: Inner = "inductor"
+    min_vocab: int = 1024
+    strict: bool = False
+    verify: bool = False
+    save: Save = "logits"
+    consume_logits: bool = False
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> "Options":
+        """Options from the user's flat dict over the environment's defaults.
+
+        Raises:
+            RuntimeError: an unknown option, a wrong type or value; the message has the valid ones.
+        """
+        chosen = _from_environment(os.environ if environ is None else environ)
+        inductor: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            if name.startswith(INDUCTOR_PREFIX):
+                inductor_name = name.removeprefix(INDUCTOR_PREFIX)
+                inductor[inductor_name] = _checked_inductor(inductor_name, value)
+            else:
+                chosen[name] = _checked(name, value, name)
+        options = cls(**chosen, inductor=inductor)
+        if inductor and options.inner == "aot_eager":
+            raise RuntimeError(
+                f"Options {sorted(INDUCTOR_PREFIX + name for name in inductor)} need inner='inductor', "
+                "got inner='aot_eager'"
+            )
+        return options
+
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """All options as plain text, for the identity of compiled code in torch's caches."""
+        own = [(name, repr(getattr(self, name))) for name in known_options()]
+        passed_on = [(INDUCTOR_PREFIX + n, _identity(v)) for n, v in self.inductor.items()]
+        return tuple(own + sorted(passed_on))
+
+    def fuse_config(self) -> FuseConfig:
+        """The part that the fusing pass reads."""
+        return FuseConfig(min_vocab=self.min_vocab, save=self.save, verify=self.verify)
+
+
+def known_options() -> tuple[str, ...]:
+    """The names a user may give, apart from `inductor.<name>`."""
+    return tuple(f.name for f in dataclasses.fields(Options) if f.name != "inductor")
+
+
+def _known_text() -> str:
+    return f"{[*known_options(), INDUCTOR_PREFIX + '<name>']}"
+
+
+def _valid(name: str) -> tuple[Any, ...] | type:
+    """The values of a choice, or the type of a plain option."""
+    hint = typing.get_type_hints(Options)[name]
+    return typing.get_args(hint) or hint
+
+
+def _checked(name: str, value: Any, shown: str) -> Any:
+    if name not in known_options():
+        raise RuntimeError(f"Unexpected option {shown}, known options are {_known_text()}")
+    valid = _valid(name)
+    if isinstance(valid, tuple):
+        if value not in valid:
+            raise RuntimeError(
+                f"Unexpected value of option {shown}, got {value!r} should be one of {list(valid)}"
+            )
+        return value
+    if type(value) is not valid:
+        raise RuntimeError(
+            f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}) "
+            f"should be {valid.__name__}; known options are {_known_text()}"
+        )
+    if name == "min_vocab" and value < 2:
+        raise RuntimeError(f"Option {shown} must be at least 2, got {value}")
+    return value
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            chosen[name] = _checked(name, _parsed(name, text), variable)
+    return chosen
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The text of an environment variable as the option's type; what does not parse is left for `_checked`."""
+    if name not in known_options():
+        return text
+    readers: dict[Any, Callable[[], Any]] = {
+        bool: lambda: _SWITCHES.get(text.strip().lower(), text),
+        int: lambda: int(text) if text.strip().isdecimal() else text,
+    }
+    return readers.get(_valid(name), lambda: text)()
+
+
+def _checked_inductor(name: str, value: Any) -> Any:
+    """The same checks that `torch.compile(options=...)` makes for inductor."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    if name not in known:
+        raise RuntimeError(
+            f"Unexpected option {INDUCTOR_PREFIX}{name}, known options of inductor are {sorted(known)}"
+        )
+    expected = config.get_type(name)  # type: ignore[attr-defined]
+    if typing.get_origin(expected) is None and not isinstance(value, expected):
+        raise RuntimeError(
+            f"Unexpected type of option {INDUCTOR_PREFIX}{name}, got {type(value).__name__} "
+            f"should be {getattr(expected, '__name__', expected)}"
+        )
+    return value
+
+
+def _identity(value: Any) -> str:
+    """Text of a value that is the same in every process: plain values, and passes by their `uuid`."""
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_identity, value))}]"
+    uuid = getattr(value, "uuid", None)
+    return repr(uuid()) if callable(uuid) else type(value).__qualname__
