@@ -13,9 +13,9 @@ outputs never require grad. Differentiable code calls `slime_compile.eager.log_p
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,9 +39,8 @@ def on_call(region: str) -> None:
 
 # ---- schema -------------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library(
-    "slime_fused", "DEF"
-)  # lives as long as the module: its end would undo the ops
+# Lives as long as the module: its end would undo the operators. (The class has no types.)
+_library: Any = cast(Any, torch.library).Library("slime_fused", "DEF")
 
 # Any strides of x are read as they are, so inductor must not copy x for a layout.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -65,14 +64,13 @@ _library.define(
 
 # ---- what must hold -----------------------------------------------------------------------------------------------
 
+# Raises RuntimeError; under tracing a condition on symbolic sizes becomes a guard or a run-time assertion.
+_check: Callable[[bool | torch.SymBool, Callable[[], str]], None] = torch._check
+
 
 def _check_root(x: Tensor) -> None:
-    torch._check(
-        x.dim() > 0, lambda: "`x` must have shape [..., V], got a tensor without dimensions"
-    )
-    torch._check(
-        x.dtype.is_floating_point, lambda: f"`x` must have a floating dtype, got {x.dtype}"
-    )
+    _check(x.dim() > 0, lambda: "`x` must have shape [..., V], got a tensor without dimensions")
+    _check(x.dtype.is_floating_point, lambda: f"`x` must have a floating dtype, got {x.dtype}")
 
 
 def _check_scale(x: Tensor, scale: Tensor) -> None:
@@ -81,9 +79,9 @@ def _check_scale(x: Tensor, scale: Tensor) -> None:
     def message() -> str:
         return f"`scale` must be broadcastable to {rows}, got {list(scale.shape)}"
 
-    torch._check(scale.dim() <= len(rows), message)
+    _check(scale.dim() <= len(rows), message)
     for size, wanted in zip(reversed(scale.shape), reversed(rows), strict=False):
-        torch._check(sym_or(size == 1, size == wanted), message)
+        _check(sym_or(size == 1, size == wanted), message)
 
 
 def _check_rows(name: str, value: Tensor, rows: Sequence[int], last: Sequence[int | str]) -> None:
@@ -95,16 +93,14 @@ def _check_rows(name: str, value: Tensor, rows: Sequence[int], last: Sequence[in
         sizes = ", ".join(map(str, wanted))
         return f"`{name}` must have shape [{sizes}], got {list(value.shape)}"
 
-    torch._check(fits, message)
+    _check(fits, message)
     for size, number in zip(value.shape, wanted, strict=True):
         if not isinstance(number, str):
-            torch._check(size == number, message)
+            _check(size == number, message)
 
 
 def _check_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:
-    torch._check(
-        value.dtype == dtype, lambda: f"`{name}` must have dtype {dtype}, got {value.dtype}"
-    )
+    _check(value.dtype == dtype, lambda: f"`{name}` must have dtype {dtype}, got {value.dtype}")
 
 
 def _check_grad(
@@ -121,7 +117,7 @@ def _check_grad(
     _check_dtype("index", index, torch.int64)
     _check_dtype("weight", weight, compute)
     if softmax:
-        torch._check(
+        _check(
             terms.shape[-2] == 1,
             lambda: f"`terms` must hold one term where softmax=True, got {terms.shape[-2]}",
         )
@@ -129,7 +125,7 @@ def _check_grad(
 
 def _check_stats(x: Tensor, scale: Tensor | None) -> None:
     _check_root(x)
-    torch._check(
+    _check(
         x.shape[-1] > 0,
         lambda: (
             f"`x` must have a vocabulary of at least one column, got shape {list(x.shape)}; "
@@ -141,7 +137,7 @@ def _check_stats(x: Tensor, scale: Tensor | None) -> None:
 
 
 def _check_result_dtype(dtype: torch.dtype) -> None:
-    torch._check(dtype.is_floating_point, lambda: f"`dtype` must be a floating dtype, got {dtype}")
+    _check(dtype.is_floating_point, lambda: f"`dtype` must be a floating dtype, got {dtype}")
 
 
 def _check_no_leaf(x: Tensor) -> None:
@@ -283,7 +279,7 @@ def _row_grad_(
 
 
 def _register() -> None:
-    kernels = {
+    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "row_stats": (_row_stats, _fake_row_stats),
         "row_grad": (_row_grad, _fake_row_grad),
         "row_grad_": (_row_grad_, _fake_row_grad_),

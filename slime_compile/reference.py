@@ -64,8 +64,8 @@ def row_grad(
         [..., V] of `dtype`, contiguous.
     """
     x = x.to(compute_dtype(x.dtype))
-    f, affine_center, e = affine.split(1, -1)
-    out = torch.where(f == 0, e, f * x - affine_center + e)
+    f, center, e = affine.unsqueeze(-2).unbind(-1)
+    out = torch.where(f == 0, e, f * x - center + e)
     for term in terms.unbind(-2):
         out = out + _exponential_term(x, term, softmax)
     column = torch.arange(x.shape[-1], device=x.device)
@@ -76,7 +76,7 @@ def row_grad(
 
 
 def _exponential_term(x: Tensor, term: Tensor, softmax: bool) -> Tensor:
-    scale, center, shift, a, b = term.split(1, -1)
+    scale, center, shift, a, b = term.unsqueeze(-2).unbind(-1)
     if softmax:
         return torch.where(x == 0, 0.0, x * (a + b * (x.log() + shift)))
     z = scale * x - center
