@@ -25,18 +25,20 @@ def row_stats(
     rows = [*x.shape[:-1], 1]
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).reshape(-1, 1)
-    stats = x.new_empty([4, *rows], dtype=compute)
+    top, log_sum, mean, total = (x.new_empty(rows, dtype=compute) for _ in range(4))
+    stats = [stat.view(-1, 1) for stat in (top, log_sum, mean, total)]
     scratch = _scratch(x, compute, 2)
     for at, part in _chunks(x):
         d, p = (buffer[: part.shape[0]] for buffer in scratch)
         factors = factor if scale is None else scale[at]
-        _chunk_stats(part, factors, d, p, stats.view(4, -1, 1)[:, at])
-    top, log_sum, mean, total = stats
+        _chunk_stats(part, factors, d, p, [stat[at] for stat in stats])
     return top, log_sum, mean, total
 
 
-def _chunk_stats(x: Tensor, scale: Tensor | float, d: Tensor, p: Tensor, stats: Tensor) -> None:
-    # x [R, V] any dtype and strides, read only; d, p [R, V] scratch; stats [4, R, 1] written
+def _chunk_stats(
+    x: Tensor, scale: Tensor | float, d: Tensor, p: Tensor, stats: list[Tensor]
+) -> None:
+    # x [R, V] any dtype and strides, read only; d, p [R, V] scratch; stats 4 * [R, 1] written
     top, log_sum, mean, total = stats
     y = _scaled(x, scale, d)
     torch.amax(y, -1, keepdim=True, out=top)
@@ -170,7 +172,8 @@ def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         return
     start, size = 0, _chunk_rows(x)
     for slab in _slabs(x):
-        for part in slab.split(size):
+        for first in range(0, slab.shape[0], size):
+            part = slab[first : first + size]
             yield slice(start, start + part.shape[0]), part
             start += part.shape[0]
 
