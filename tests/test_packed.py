@@ -1,0 +1,295 @@
+"""Packed micro-batches: targets and response rows against a layout built sample by sample."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime_compile.packed import (
+    Packing,
+    flatten_logits,
+    join_responses,
+    response_slices,
+    row_temperature,
+    shifted_targets,
+    split_responses,
+)
+
+VOCAB = 11  # any: nothing here depends on it
+LAYOUTS = [
+    ("thd", "none", 1),
+    ("thd", "zigzag", 2),
+    ("thd", "zigzag", 3),
+    ("thd", "all_gather", 2),
+    ("thd", "all_gather", 3),
+    ("bshd", "none", 1),
+    ("bshd", "zigzag", 2),
+]
+
+Place = tuple[int, int] | None  # sample and position; None for padding
+
+
+def places(packing: Packing) -> list[Place]:
+    """What each row of a rank holds, by padding, concatenating and cutting lists of places."""
+    ranks, rank = packing.cp_size, packing.cp_rank
+    samples: list[list[Place]] = [
+        [(sample, position) for position in range(total)]
+        for sample, total in enumerate(packing.total_lengths)
+    ]
+    if packing.padded_length is not None:
+        samples = [pad(sample, packing.padded_length) for sample in samples]
+    if packing.context_parallel == "zigzag":
+        samples = [zigzag(sample, ranks, rank) for sample in samples]
+    rows = list(itertools.chain.from_iterable(samples))
+    if packing.context_parallel == "all_gather":
+        rows = pad(rows, packing.local_rows * ranks)
+        return rows[rank * packing.local_rows : (rank + 1) * packing.local_rows]
+    return pad(rows, packing.local_rows)
+
+
+def pad(rows: list[Place], length: int) -> list[Place]:
+    return rows + [None] * (length - len(rows))
+
+
+def zigzag(sample: list[Place], ranks: int, rank: int) -> list[Place]:
+    chunk = -(-len(sample) // (2 * ranks))
+    sample = pad(sample, 2 * ranks * chunk)
+    chunks = [sample[i * chunk : (i + 1) * chunk] for i in range(2 * ranks)]
+    return chunks[rank] + chunks[2 * ranks - 1 - rank]
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> list[Packing]:
+    """One micro-batch, as every rank of its context-parallel group sees it."""
+    format, context_parallel, ranks = draw(st.sampled_from(LAYOUTS))
+    totals = draw(st.lists(st.integers(1, 13), min_size=1, max_size=5))
+    responses = [draw(st.integers(0, total - 1)) for total in totals]
+    packing = Packing(
+        totals,
+        responses,
+        format=format,
+        context_parallel=context_parallel,
+        cp_size=ranks,
+        padded_length=max(totals) + draw(st.integers(0, 3)) if format == "bshd" else None,
+    )
+    if format == "thd":
+        packing = replace(packing, rows=packing.local_rows + draw(st.integers(0, 4)))
+    return [replace(packing, cp_rank=rank) for rank in range(ranks)]
+
+
+def tokens_of(packing: Packing) -> list[Tensor]:
+    """Different tokens at different places, so that a wrong place shows."""
+    starts = itertools.accumulate(packing.total_lengths, initial=1)
+    return [
+        torch.arange(start, start + total)
+        for start, total in zip(starts, packing.total_lengths, strict=False)
+    ]
+
+
+@given(packings())
+@settings(deadline=None, max_examples=150)
+def test_rows_against_the_layout(ranks: list[Packing]) -> None:
+    seen: dict[tuple[int, int], int] = {}
+    for packing in ranks:
+        rows = places(packing)
+        tokens = tokens_of(packing)
+        expected = [
+            tokens[place[0]][place[1] + 1].item()
+            if place is not None and place[1] + 1 < packing.total_lengths[place[0]]
+            else -100
+            for place in rows
+        ]
+        assert len(rows) == packing.local_rows
+        assert shifted_targets(tokens, packing, fill=-100).tolist() == expected
+        for sample, parts in enumerate(response_slices(packing)):
+            first = packing.total_lengths[sample] - packing.response_lengths[sample] - 1
+            for part in parts:
+                covered = range(part.rows.start, part.rows.stop)
+                response = range(part.response.start, part.response.stop)
+                assert len(covered) == len(response) > 0
+                for row, token in zip(covered, response, strict=True):
+                    assert rows[row] == (sample, first + token)
+                    assert (sample, token) not in seen
+                    seen[sample, token] = row
+    assert set(seen) == {
+        (sample, token)
+        for sample, response in enumerate(ranks[0].response_lengths)
+        for token in range(response)
+    }
+
+
+@given(packings())
+@settings(deadline=None, max_examples=50)
+def test_join_is_the_inverse_of_split(ranks: list[Packing]) -> None:
+    for packing in ranks:
+        values = torch.arange(1.0, packing.local_rows + 1, dtype=torch.float64)
+        samples = split_responses(values, packing)
+        joined = join_responses(samples, packing, fill=-1.0)
+        mask = join_responses([torch.ones_like(s) for s in samples], packing) == 1
+        assert mask.sum() == sum(len(sample) for sample in samples)
+        assert torch.equal(joined, torch.where(mask, values, -1.0))
+
+
+def per_sample_log_probs(
+    logits: list[Tensor], tokens: list[Tensor], packing: Packing, temperature: list[float]
+) -> list[Tensor]:
+    """The old way: each whole sample's logits, one response token after another."""
+    result = []
+    for sample, total in enumerate(packing.total_lengths):
+        first = total - packing.response_lengths[sample]
+        result.append(
+            torch.stack(
+                [logits[sample].new_zeros(())]
+                + [
+                    (logits[sample][token - 1] / temperature[sample]).log_softmax(-1)[
+                        tokens[sample][token]
+                    ]
+                    for token in range(first, total)
+                ]
+            )[1:]
+        )
+    return result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6, [0.5, 1.0, 1.7, 2.0]])
+def test_log_probs_of_all_rows_at_once(
+    layout: tuple[str, str, int], temperature: float | list[float]
+) -> None:
+    """Values and gradients of the packed way are the per-sample ones', temperature included."""
+    format, context_parallel, cp_size = layout
+    totals, responses = [9, 2, 7, 4], [5, 1, 6, 0]  # longest prompt 4, one token, no prompt, none
+    packing = Packing(
+        totals,
+        responses,
+        format=format,
+        context_parallel=context_parallel,
+        cp_size=cp_size,
+        padded_length=10 if format == "bshd" else None,
+    )
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(t, VOCAB, dtype=torch.float64, generator=generator) for t in totals]
+    tokens = [torch.randint(VOCAB, (t,), generator=generator) for t in totals]
+    each = temperature if isinstance(temperature, list) else [temperature] * len(totals)
+    leaves = [logits.clone().requires_grad_() for logits in full]
+    expected = per_sample_log_probs(leaves, tokens, packing, each)
+    weights = [torch.rand(r, dtype=torch.float64, generator=generator) for r in responses]
+    torch.stack([(e * w).sum() for e, w in zip(expected, weights, strict=True)]).sum().backward()
+
+    got = [torch.full((r,), torch.nan, dtype=torch.float64) for r in responses]
+    got_grad = [torch.zeros_like(logits) for logits in full]
+    for rank in range(cp_size):
+        here = replace(packing, cp_rank=rank)
+        rows = [
+            full[place[0]][place[1]] if place else torch.ones(VOCAB, dtype=torch.float64)
+            for place in places(here)
+        ]
+        logits = torch.stack(rows).requires_grad_()
+        shaped = logits.view(len(totals), -1, VOCAB) if format == "bshd" else logits[None]
+        scaled = flatten_logits(shaped, here) / row_temperature(temperature, here, logits)
+        target = shifted_targets(tokens, here)
+        log_probs = scaled.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+        samples = split_responses(log_probs, here)
+        loss = log_probs.new_zeros(())
+        for sample, parts in enumerate(response_slices(here)):
+            places_here = [i for p in parts for i in range(p.response.start, p.response.stop)]
+            got[sample][places_here] = samples[sample].detach()
+            loss = loss + (samples[sample] * weights[sample][places_here]).sum()
+        loss.backward()
+        assert logits.grad is not None
+        for row, place in enumerate(places(here)):
+            if place:
+                got_grad[place[0]][place[1]] += logits.grad[row]
+            else:
+                assert not logits.grad[row].any()
+    for sample in range(len(totals)):
+        # float64 rows of 11 numbers of size 1: a few roundings of 1e-16
+        torch.testing.assert_close(got[sample], expected[sample].detach(), rtol=0, atol=1e-14)
+        reference = leaves[sample].grad
+        assert reference is not None or responses[sample] == 0
+        reference = torch.zeros_like(full[sample]) if reference is None else reference
+        torch.testing.assert_close(got_grad[sample], reference, rtol=0, atol=1e-14)
+
+
+def test_a_rank_without_response_stays_attached() -> None:
+    packing = Packing([8, 8], [2, 2], context_parallel="all_gather", cp_rank=0, cp_size=4)
+    logits = torch.randn(packing.local_rows, VOCAB, requires_grad=True)
+    log_probs = split_responses(logits.log_softmax(-1)[:, 0], packing)
+    assert [len(sample) for sample in log_probs] == [0, 0]
+    assert all(sample.requires_grad for sample in log_probs)
+    torch.cat(log_probs).sum().backward()
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_join_is_differentiable() -> None:
+    packing = Packing([6, 5], [3, 2], context_parallel="zigzag", cp_rank=1, cp_size=2)
+    lengths = [sum(p.rows.stop - p.rows.start for p in ps) for ps in response_slices(packing)]
+    values = [torch.zeros(n, dtype=torch.float64, requires_grad=True) for n in lengths]
+    weight = torch.arange(packing.local_rows, dtype=torch.float64)
+    (join_responses(values, packing) * weight).sum().backward()
+    for value, expected in zip(values, split_responses(weight, packing), strict=True):
+        assert value.grad is not None
+        assert torch.equal(value.grad, expected)
+
+
+def test_no_samples() -> None:
+    packing = Packing([], [], rows=3)
+    assert shifted_targets([], packing).tolist() == [0, 0, 0]
+    assert response_slices(packing) == split_responses(torch.zeros(3), packing) == []
+    assert join_responses([], packing).tolist() == [0, 0, 0]
+
+
+def bad_packings() -> Iterator[tuple[dict[str, object], str]]:
+    lengths = {"total_lengths": [4, 3], "response_lengths": [2, 1]}
+    yield {**lengths, "response_lengths": [2]}, "must have 2 entries, one per sample, got 1"
+    yield {**lengths, "response_lengths": [4, 1]}, r"lengths\[0\]` must be .*\[0, 3\].* got 4"
+    yield {**lengths, "response_lengths": [2, -1]}, r"lengths\[1\]` must be in .* got -1"
+    yield {**lengths, "total_lengths": [4, 0]}, r"lengths\[1\]` must be in"
+    yield {**lengths, "rows": 6}, "`rows` must be at least 7 to hold 2 samples .* got 6"
+    yield {**lengths, "format": "bhsd"}, "`format` must be one of thd, bshd, got 'bhsd'"
+    yield {**lengths, "context_parallel": "ring"}, "one of none, zigzag, all_gather, got 'ring'"
+    yield {**lengths, "cp_size": 2}, "must be 'zigzag' or 'all_gather' for cp_size 2"
+    yield (
+        {**lengths, "context_parallel": "zigzag", "cp_size": 2, "cp_rank": 2},
+        r"`cp_rank` must be in \[0, 2\), got 2",
+    )
+    yield {**lengths, "padded_length": 4}, "must be given for 'bshd' and only there, got 4"
+    yield {**lengths, "format": "bshd"}, "must be given for 'bshd' and only there, got None"
+    padded = {**lengths, "format": "bshd", "padded_length": 4}
+    yield {**padded, "padded_length": 3}, r"`total_lengths\[0\]` must be at most .* 3, got 4"
+    yield {**padded, "rows": 9}, "`rows` must be 8 to hold 2 samples .* got 9"
+    yield (
+        {**padded, "context_parallel": "all_gather", "cp_size": 2},
+        "`format` 'bshd' cannot be used with `context_parallel` 'all_gather'.* use 'thd'",
+    )
+
+
+@pytest.mark.parametrize(("arguments", "message"), list(bad_packings()))
+def test_bad_packing(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Packing(**arguments)
+
+
+def test_bad_tensors() -> None:
+    packing = Packing([4, 3], [2, 1])
+    with pytest.raises(ValueError, match=r"of lengths \[4, 3\], got shapes \[\(4,\), \(4,\)\]"):
+        shifted_targets([torch.arange(4), torch.arange(4)], packing)
+    with pytest.raises(ValueError, match=r"`values` must have 7 rows, got shape \[6\]"):
+        split_responses(torch.zeros(6), packing)
+    with pytest.raises(ValueError, match=r"must have shapes \[\(2,\), \(1,\)\], one per sample"):
+        join_responses([torch.zeros(2), torch.zeros(2)], packing)
+    with pytest.raises(ValueError, match=r"must have shape \[1, 7, 'V'\] or \[7, V\], got \[2, 7"):
+        flatten_logits(torch.zeros(2, 7, VOCAB), packing)
+    padded = Packing([4, 3], [2, 1], format="bshd", padded_length=6)
+    with pytest.raises(ValueError, match=r"must have shape \[2, 6, 'V'\] or \[12, V\], got \[3, 4"):
+        flatten_logits(torch.zeros(3, 4, VOCAB), padded)
+    with pytest.raises(ValueError, match="must be above 0, got 0"):
+        row_temperature(0.0, packing, torch.zeros(7, VOCAB))
+    with pytest.raises(ValueError, match="one number or 2, one per sample, got 1"):
+        row_temperature([1.0], packing, torch.zeros(7, VOCAB))
