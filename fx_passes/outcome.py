@@ -1,7 +1,7 @@
 """What the fusing pass is told and what it answers: plain frozen values, no graph objects.
 
-Entry points: `FuseConfig` goes into `fuse`, `Outcome` comes out. Nothing here knows torch's graphs, so an `Outcome` can be
-kept, compared and written as JSON after the graph is gone. Symbolic sizes are kept as their text.
+Entry points: `FuseConfig` goes into `fuse`, `Outcome` comes out. Nothing here knows torch's graphs, so an
+`Outcome` can be kept, compared and written as JSON after the graph is gone. Symbolic sizes are kept as their text.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """The options of the backend: one frozen value, built once per compiled graph and passed on explicitly.
 
-Entry point: `Options.parse`. A key of the user's `options={...}` wins over the environment (`SLIME_FUSED_<OPTION>`), which
-wins over the default. `inductor.<name>` keys are inductor's own settings and go through unread, apart from their names
-and types. What is not known or has the wrong type is refused with the valid list; nothing else reads the environment.
+Entry point: `Options.parse`. A key of the user's `options={...}` wins over the environment
+(`SLIME_FUSED_<OPTION>`), which wins over the default. `inductor.<name>` keys are inductor's own settings and go
+through unread, apart from their names and types. What is not known or has the wrong type is refused with the valid
+list; nothing else reads the environment.
 """
 
 import dataclasses

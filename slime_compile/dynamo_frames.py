@@ -1,0 +1,104 @@
+"""What Dynamo did with the frames it was given: which it split, and which it left to Python.
+
+Entry points: `process_frames` (this process so far), `Watch` (during one call). A frame that Dynamo gives up has no
+graph, no graph break and only a log line; what remains is torch's own record per compiled frame, the last 64 of them.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch._dynamo import utils
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A place where Dynamo stopped tracing: a graph break, or a whole frame left to Python."""
+
+    name: str
+    source: str
+    reason: str
+
+
+_SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
+"""Failures after which Dynamo runs the frame as plain Python; the others are raised."""
+
+_seen: dict[str, Frame] = {}
+
+
+def process_frames() -> tuple[Frame, ...]:
+    """Frames that this process left to Python, whatever backend they were meant for, the oldest first."""
+    _seen.update(_left_to_python(utils.get_compilation_metrics()))
+    return tuple(_seen.values())
+
+
+class Watch:
+    """Frames and graph breaks during a `with` block; torch's counters are then as they were before."""
+
+    def __enter__(self) -> "Watch":
+        process_frames()
+        self._before = {id(m) for m in utils.get_compilation_metrics()}
+        self._kept = list(utils.get_compilation_metrics())
+        self._counters = {name: counter.copy() for name, counter in utils.counters.items()}
+        self.python_frames: tuple[Frame, ...] = ()
+        self.breaks: tuple[Frame, ...] = ()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        new = [m for m in utils.get_compilation_metrics() if id(m) not in self._before]
+        self.python_frames = tuple(_left_to_python(new).values())
+        self.breaks = tuple(f for m in new for f in _restarts(m))
+        utils.counters.clear()
+        utils.counters.update(self._counters)
+        utils.clear_compilation_metrics()
+        utils._compilation_metrics.extend(self._kept)
+
+
+def first_line(reason: str) -> str:
+    """The sentence of one of Dynamo's long explanations."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"
+
+
+def _left_to_python(metrics: Iterable[Any]) -> dict[str, Frame]:
+    found: dict[str, Frame] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for each in metrics:
+        code = _frame_number(each.compile_id)
+        if each.co_name:
+            names[code] = (each.co_name, _place(each.co_filename, each.co_firstlineno))
+        if each.fail_type in _SOFT_FAILURES:
+            name, start = names.get(code, ("a frame", "unknown place"))
+            failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
+            frame = Frame(name, failed or start, _why(each.fail_reason or each.fail_type))
+            found[f"{frame}"] = frame
+    return found
+
+
+def _why(reason: str) -> str:
+    text = first_line(reason)
+    if "recompile limit" in text:
+        limit = re.search(r"exceeding the (\w+)", reason)
+        return f"{text} ({limit[1] if limit else 'recompile_limit'}): new sizes run as eager code"
+    return text
+
+
+def _restarts(metrics: Any) -> list[Frame]:
+    """Graph breaks by which Dynamo traced a frame anew; torch keeps their reason, not their line."""
+    place = _place(metrics.co_filename, metrics.co_firstlineno)
+    return [Frame(metrics.co_name, place, first_line(r)) for r in metrics.restart_reasons or ()]
+
+
+def _frame_number(compile_id: str | None) -> str:
+    """`12/3` is the fourth compilation of frame 12."""
+    return (compile_id or "").split("/")[0]
+
+
+def _place(file: str | None, line: int | None) -> str:
+    return f"{os.path.relpath(file) if _below(file) else file}:{line}" if file else ""
+
+
+def _below(file: str) -> bool:
+    return os.path.abspath(file).startswith(os.getcwd() + os.sep)
