@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["statistics", "log-prob", "row value", "gradient"]
 Save = Literal["logits", "softmax"]
 
 
@@ -30,9 +29,9 @@ class FuseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """One fused value: what it is, where the user wrote it, its shape (symbolic sizes as text) and dtype."""
+    """One fused value: what it is ("statistics", "gradient", "log-prob", "entropy or expected value", ...), where the user wrote it, its shape (symbolic sizes as text) and dtype."""
 
-    kind: Kind
+    kind: str
     source: str
     shape: tuple[int | str, ...]
     dtype: torch.dtype

@@ -1,0 +1,104 @@
+"""Coefficients of forms: Laurent polynomials in row scalars, with numbers in front.
+
+A row scalar is a node with one number per row. Keeping sums and products symbolic is what makes the algebra exact: the
+maximum that `x - max` subtracts and `+ max` adds back disappears here, not in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch.fx import Node
+
+Monomial: TypeAlias = tuple[tuple[Node, int], ...]
+
+
+def _product(left: Monomial, right: Monomial) -> Monomial:
+    powers = dict(left)
+    for atom, power in right:
+        powers[atom] = powers.get(atom, 0) + power
+    kept = [(atom, power) for atom, power in powers.items() if power]
+    return tuple(sorted(kept, key=lambda factor: factor[0]))
+
+
+@dataclass(frozen=True)
+class Poly:
+    """A sum of `number * monomial`; the order of the terms is the order in which they were written."""
+
+    terms: dict[Monomial, float] = field(default_factory=dict)
+
+    @staticmethod
+    def number(value: float) -> Poly:
+        return Poly({(): value} if value != 0 else {})
+
+    @staticmethod
+    def atom(node: Node) -> Poly:
+        return Poly({((node, 1),): 1.0})
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.terms
+
+    @property
+    def is_one(self) -> bool:
+        return self.terms == {(): 1.0}
+
+    def as_number(self) -> float | None:
+        """The value if no row scalar is in it."""
+        if self.is_zero:
+            return 0.0
+        return self.terms[()] if set(self.terms) == {()} else None
+
+    def as_monomial(self) -> tuple[float, Monomial] | None:
+        if len(self.terms) != 1:
+            return None
+        ((monomial, number),) = self.terms.items()
+        return number, monomial
+
+    def atoms(self) -> Iterable[Node]:
+        return dict.fromkeys(atom for monomial in self.terms for atom, _ in monomial)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.terms.items()))
+
+    def __add__(self, other: Poly) -> Poly:
+        terms = dict(self.terms)
+        for monomial, number in other.terms.items():
+            terms[monomial] = terms.get(monomial, 0.0) + number
+        return Poly({m: n for m, n in terms.items() if n != 0})
+
+    def __neg__(self) -> Poly:
+        return Poly({monomial: -number for monomial, number in self.terms.items()})
+
+    def __sub__(self, other: Poly) -> Poly:
+        return self + (-other)
+
+    def __mul__(self, other: Poly) -> Poly:
+        result = Poly()
+        for left, x in self.terms.items():
+            result += Poly({_product(left, right): x * y for right, y in other.terms.items()})
+        return result
+
+    def inverse(self) -> Poly | None:
+        """`1 / self` where that is a single term again."""
+        single = self.as_monomial()
+        if single is None:
+            return None
+        number, monomial = single
+        return Poly({tuple((atom, -power) for atom, power in monomial): 1.0 / number})
+
+    def map_atoms(self, change: Callable[[Node], Node]) -> Poly:
+        """Every atom replaced; the monomials are put in order again."""
+        result = Poly()
+        for monomial, number in self.terms.items():
+            changed: Monomial = ()
+            for atom, power in monomial:
+                changed = _product(changed, ((change(atom), power),))
+            result += Poly({changed: number})
+        return result
+
+
+ZERO = Poly()
+ONE = Poly.number(1.0)
