@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,16 +52,21 @@ def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
     """Notes on the placeholders of a joint graph whether backward may write over them.
 
     Args:
-        held: inputs that may not be overwritten, by their position, and why ("a leaf that requires grad", ...).
+        held: inputs that may not be overwritten, by their position, and why ("they are a leaf", ...).
     """
     aliases = _Aliases(graph)
     returned = {aliases.root(n) for n in graph.output_node().all_input_nodes}
+    mutated = {aliases.root(n) for each in graph.nodes for n in _written(each)}
+    described = graph.output_node().meta.get("desc") or ()
+    updated = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
     for node in graph.find_nodes(op="placeholder"):
-        place = node.meta.get("desc")
+        place, root = node.meta.get("desc"), aliases.root(node)
         if not isinstance(place, PlainAOTInput):
             continue
         node.meta[_INPUT] = held.get(place.idx, "")
-        if aliases.root(node) in returned:
+        if root in mutated or place in updated:
+            node.meta[_INPUT] = "the function changes them in place"
+        elif root in returned:
             node.meta[_INPUT] = "they are returned to the caller"
 
 
@@ -248,6 +253,15 @@ def _viewed(node: Node) -> list[Node]:
         for n in (a if isinstance(a, list | tuple) else (a,))
         if isinstance(n, Node)
     ]
+
+
+def _written(node: Node) -> list[Node]:
+    """The inputs that `node` mutates."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    written = [a for s, a in arguments if s.alias_info is not None and s.alias_info.is_write]
+    return [a for a in written if isinstance(a, Node)]
 
 
 def _converts_nothing(node: Node) -> bool:

@@ -11,7 +11,6 @@ An exception in a pass leaves the graph as it was and is logged once; with stric
 
 import contextlib
 import contextvars
-import copy
 import functools
 import hashlib
 import logging
@@ -85,7 +84,7 @@ def _held(tensor: Any) -> str:
         return ""
     owner = tensor if tensor._base is None else tensor._base
     if owner.requires_grad and owner.is_leaf:
-        return f"{'' if owner is tensor else 'a view of '}a leaf that requires grad"
+        return f"they are {'' if owner is tensor else 'a view of '}a leaf that requires grad"
     return ""
 
 
@@ -138,7 +137,7 @@ def _guarded(
     what: str, graph: Graph, options: Options, record: report.Record, edit: Callable[[], None]
 ) -> None:
     """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True."""
-    before = copy.deepcopy(graph)
+    before = _copied(graph)
     try:
         edit()
         graph.lint()
@@ -152,6 +151,15 @@ def _guarded(
         _log_failure(what, cause)
 
 
+def _copied(graph: Graph) -> Graph:
+    made = Graph()
+    copied = made.graph_copy(graph, val_map={}, return_output_node=True)
+    assert isinstance(copied, tuple), graph
+    made.output(copied[0]).meta = dict(copied[1].meta)
+    made.set_codegen(graph._codegen)
+    return made
+
+
 def run_fuse(graph: Graph, options: Options, record: report.Record) -> None:
     """The fusing pass over a joint or inference graph; its report goes into the first fused operator."""
 
@@ -162,7 +170,7 @@ def run_fuse(graph: Graph, options: Options, record: report.Record) -> None:
         nodes = _fused_nodes(graph)
         part = report.describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
-            _set_region(nodes, record.region(part))
+            _set_region(nodes, record.graph_region(part))
         inplace.mark_inputs(graph, record.held)
         record.add(part)
 
@@ -175,10 +183,9 @@ def run_inplace(graph: Graph, donated: set[Node], options: Options, record: repo
     def edit() -> None:
         consume = options.consume_logits and functorch_config.donated_buffer
         decisions = inplace.inplace(graph, donated, consume)
-        placements = [report.Placement(d.source, d.in_place, d.reason) for d in decisions]
-        if placements:
-            _set_region(_fused_nodes(graph), record.region(placements))
-        record.place(placements)
+        record.place([report.Placement(d.source, d.in_place, d.reason) for d in decisions])
+        if decisions:
+            _set_region(_fused_nodes(graph), record.placements_region())
 
     _guarded("the in-place pass", graph, options, record, edit)
 
@@ -236,7 +243,9 @@ class _Pass(CustomGraphPass):
         user = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user]
         if not all(user):
             return None
-        return ("slime_fused", type(self).__name__, __version__, _SOURCES, self.options.key(), user)
+        held = report.record(self.number).held if self.options.consume_logits else {}
+        own = ("slime_fused", type(self).__name__, __version__, _SOURCES)
+        return (*own, self.options.key(), tuple(held.items()), tuple(user))
 
 
 class _JointPass(_Pass):
@@ -246,11 +255,10 @@ class _JointPass(_Pass):
 
 class _BackwardPass(_Pass):
     def run(self, graph: Graph) -> None:
+        # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
         module = _backward.get()
-        if module is not None:
-            # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
-            donated = _donated(graph) if graph.owning_module is module else set()
-            run_inplace(graph, donated, self.options, report.record(self.number))
+        if module is not None and graph.owning_module is module:
+            run_inplace(graph, _donated(graph), self.options, report.record(self.number))
 
 
 @contextlib.contextmanager
@@ -273,13 +281,32 @@ def _compile_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner_compile(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with _compiling_backward(gm if kwargs.get("is_backward") else None):
+        backward = gm if kwargs.get("is_backward") else None
+        if backward is not None:
+            _plan_inplace(backward, options, record)
+        with _compiling_backward(backward):
             return compile_fx_inner(gm, inputs, **kwargs)
 
     patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
     for name, kind in _HOOKS.items():
         patches[name] = kind(options, record.number, _user_passes(name, patches))
     return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+# NOTE [What is in place must be in the graph's text]
+# Inductor's cache keys a backward graph by its text. Whether the saved logits are also returned to the caller, or are
+# donated, is not in it: a graph compiled in place for one forward would be taken for another, whose logits the user
+# holds. So the decisions are made once before the key is computed and written into the operators' region argument. The
+# rewrite itself must wait until inductor's passes are done: they move nodes about without regard to a mutation.
+
+
+def _plan_inplace(gm: GraphModule, options: Options, record: report.Record) -> None:
+    planned = _copied(gm.graph)
+    run_inplace(planned, _donated(planned), options, record)
+    nodes = _fused_nodes(gm.graph)
+    if nodes:
+        _set_region(nodes, record.placements_region())
+        gm.recompile()
 
 
 _HOOKS: dict[str, type[_Pass]] = {

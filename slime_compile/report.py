@@ -138,24 +138,27 @@ class Record:
         self._publish()
 
     def place(self, placements: Iterable[Placement]) -> None:
-        self._placements.extend(placements)
+        self._placements = list(placements)
 
     def fail(self, cause: str) -> None:
         self._failures.append(cause)
 
-    def region(self, content: GraphReport | Sequence[Placement]) -> str:
-        """`content` as the text that travels in the generated code."""
-        if isinstance(content, GraphReport):
-            fields = {"graph": dataclasses.asdict(content)}
-        else:
-            fields = {"in_place": [dataclasses.asdict(p) for p in content]}
+    def graph_region(self, part: GraphReport) -> str:
+        """A graph's report as the text that travels in the generated code."""
+        return self._region({"graph": dataclasses.asdict(part)})
+
+    def placements_region(self) -> str:
+        """The same for what is in place."""
+        return self._region({"in_place": [dataclasses.asdict(p) for p in self._placements]})
+
+    def _region(self, fields: dict[str, Any]) -> str:
         return json.dumps({"id": self.identity, **fields}, separators=(",", ":"), sort_keys=True)
 
     def result(self) -> GraphReport:
-        if not self.traced:
-            return self._from_cache()
-        parts = self._parts or [GraphReport(self.name)]
-        return _merged(self.name, parts, self._placements, self._failures, cached=False)
+        if self.traced:
+            parts = self._parts or [GraphReport("")]
+            return _merged(self.name, parts, self._placements, self._failures, cached=False)
+        return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
         seen = [json.loads(region) for region in list(ops.seen_regions)]
