@@ -1,0 +1,39 @@
+# make test, make bench: each makes .venv and installs what is missing.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+JOBS ?= 2
+TESTS ?= tests
+
+.PHONY: test bench fuzz lint format
+
+# Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
+# numpy and packaging only.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools numpy packaging torch
+	$(PIP) --no-build-isolation --editable ".[test,bench,triton,dev]"
+	$(PIP) --no-deps megatron-core
+	touch $@
+
+$(VENV): $(INSTALLED)
+
+test: $(INSTALLED)
+	$(PY) -m pytest -n $(JOBS) -m "not slow" $(TESTS)
+
+fuzz: $(INSTALLED)
+	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)
+
+bench: $(INSTALLED)
+	$(PY) -m bench
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(INSTALLED)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
