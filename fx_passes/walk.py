@@ -221,6 +221,7 @@ class Walk:
     def replace(self, node: Node, made: Node, label: str, form: Form) -> Node:
         made = self.builder.cast(made, value(node).dtype)
         self.replacements[node] = made
+        self.builder.represents[node] = made
         if form.source is not None:
             self.row_values[node] = (label, self.root_of[form.source])
         return made
