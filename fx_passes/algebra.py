@@ -13,7 +13,7 @@ MAX_EXPONENTIALS = 6
 MAX_COLUMNS = 16
 
 
-class Refused(Exception):  # noqa: N818  (a refusal is an answer, not an error)
+class Refused(Exception):
     """A rule cannot express its result as a form; the message is the reason that the user reads."""
 
 
@@ -54,9 +54,13 @@ def add(left: Form, right: Form, embedded: Container[Node] = ()) -> Form:
     exps = [t for t in exps if not (t.a.is_zero and t.b.is_zero)]
     hots = [t for t in hots if not t.weight.is_zero]
     if len(exps) > MAX_EXPONENTIALS:
-        raise Refused(f"more than {MAX_EXPONENTIALS} different softmaxes of the same logits are added")
+        raise Refused(
+            f"more than {MAX_EXPONENTIALS} different softmaxes of the same logits are added"
+        )
     if len(hots) > MAX_COLUMNS:
-        raise Refused(f"more than {MAX_COLUMNS} different target columns of the same logits are added")
+        raise Refused(
+            f"more than {MAX_COLUMNS} different target columns of the same logits are added"
+        )
     return base.with_(exps=tuple(exps), e=left.e + right.e, f=left.f + right.f, hots=tuple(hots))
 
 

@@ -205,7 +205,13 @@ class Builder:
             return found
         device = value(like).device
         return self.call(
-            aten.full.default, [], found, dtype=dtype, layout=torch.strided, device=device, pin_memory=False
+            aten.full.default,
+            [],
+            found,
+            dtype=dtype,
+            layout=torch.strided,
+            device=device,
+            pin_memory=False,
         )
 
     def _negate(self, term: Node | float) -> Node | float:
@@ -235,7 +241,12 @@ class Builder:
     def _zero_where_zero(self, rows: Node, product: Node) -> Node:
         """`product`, and 0 in the rows where its factor `rows` is 0, whatever the other factors are there."""
         outside = self.call(aten.eq.Scalar, rows, 0)
-        zero = self.call(aten.scalar_tensor.default, 0.0, dtype=value(product).dtype, device=value(product).device)
+        zero = self.call(
+            aten.scalar_tensor.default,
+            0.0,
+            dtype=value(product).dtype,
+            device=value(product).device,
+        )
         return self.call(aten.where.self, outside, zero, product)
 
     def _as_factor(self, atom: Node, dtype: torch.dtype) -> Node:
@@ -306,7 +317,11 @@ class Builder:
         whole = shape_of(first)
         for atom in poly.atoms():
             found = value(atom)
-            if isinstance(found, torch.Tensor) and found.ndim and not same_shape(shape_of(atom), whole):
+            if (
+                isinstance(found, torch.Tensor)
+                and found.ndim
+                and not same_shape(shape_of(atom), whole)
+            ):
                 return Poly.atom(move(first))
         return poly.map_atoms(lambda a: move(a) if getattr(value(a), "ndim", 0) else a)
 
@@ -372,7 +387,11 @@ class Builder:
             inner = self._exponent_of_atom(atom.args[0])  # type: ignore[arg-type]
             if inner is None:
                 return None
-            return inner.map_atoms(lambda a: self.reshape(a, self._view_sizes(atom)) if getattr(value(a), "ndim", 0) else a)
+            return inner.map_atoms(
+                lambda a: (
+                    self.reshape(a, self._view_sizes(atom)) if getattr(value(a), "ndim", 0) else a
+                )
+            )
         return None
 
 

@@ -1,6 +1,8 @@
 """Full-vocabulary values as the pass sees them: a form over a root, or a mask that guards one.
 
-    W = sum_j exp(y_j - shift_j) * (a_j + b_j * y_j)  +  e + f * x  +  sum_k weight_k * [v == index_k],     y_j = scale_j * x
+    W = sum_j exp(y_j - shift_j) * (a_j + b_j * y_j)  +  e + f * x  +  sum_k weight_k * [v == index_k]
+
+with `y_j = scale_j * x`.
 
 Shapes are the value's own; every coefficient is broadcastable to that shape with size 1 at the vocabulary dimension.
 """
@@ -47,7 +49,7 @@ class Exp:
 
 @dataclass(frozen=True)
 class OneHot:
-    """`weight * [v == index]`; index is the sum of its nodes, with any number of columns at the vocabulary dimension."""
+    """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension."""
 
     index: tuple[Node, ...]
     weight: Poly

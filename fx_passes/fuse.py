@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.utils import detect_fake_mode
+from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fx_passes.builder import RESHAPES, SAME_VALUE, is_float_tensor, same, shape_of, value
 from fx_passes.forms import Form, Mask
-from fx_passes.outcome import Fused, FuseConfig, Outcome, Rejection
+from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
 from fx_passes.source import source_of
 from fx_passes.walk import Walk
@@ -52,7 +52,7 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     """Rewrite the softmax statistics and gradients in `graph` to `slime_fused` operators.
 
     Args:
-        graph: a functional ATen graph with fake values (`meta["val"]`), joint or inference, decomposed by inductor's table.
+        graph: a functional ATen graph with fake values (`meta["val"]`), joint or inference, decomposed.
         config: what counts as a vocabulary, and what backward keeps.
 
     Returns:
@@ -87,7 +87,9 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     return _commit(walk, tuple(rejections.values()))
 
 
-def _walked(graph: Graph, config: FuseConfig, fake_mode: Any, roots: Any, barriers: frozenset[Node]) -> Walk:
+def _walked(
+    graph: Graph, config: FuseConfig, fake_mode: Any, roots: Any, barriers: frozenset[Node]
+) -> Walk:
     walk = Walk(graph, config, fake_mode, roots, barriers)
     nodes = list(graph.nodes)
     with graph.inserting_before(nodes[-1]):
@@ -99,7 +101,11 @@ def _walked(graph: Graph, config: FuseConfig, fake_mode: Any, roots: Any, barrie
 def _root(walk: Walk, node: Node) -> Node | None:
     found = walk.env.get(node)
     form = found.form if isinstance(found, Mask) else found
-    return walk.root_of.get(form.source) if isinstance(form, Form) and form.source is not None else None
+    return (
+        walk.root_of.get(form.source)
+        if isinstance(form, Form) and form.source is not None
+        else None
+    )
 
 
 # -- judging ------------------------------------------------------------------------------------------
@@ -111,7 +117,9 @@ def _judge(walk: Walk) -> _Verdict:
     accepted, refused = set(), {}
     for root in sorted(walk.softmax_roots):
         leaves = any(
-            _used_by_user(walk, node, live) for node, (_, of) in walk.row_values.items() if of is root
+            _used_by_user(walk, node, live)
+            for node, (_, of) in walk.row_values.items()
+            if of is root
         )
         before, after = _wide_of(walk, root, live)
         if not leaves:
@@ -145,7 +153,9 @@ def _used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
 
 def _wide_of(walk: Walk, root: Node, live: set[Node]) -> tuple[int, int]:
     before = {n for n in walk.env if _root(walk, n) is root and _is_wide_value(n) and n is not root}
-    leaving = {n for n, new in walk.replacements.items() if _made_for(walk, new) is root and n in before}
+    leaving = {
+        n for n, new in walk.replacements.items() if _made_for(walk, new) is root and n in before
+    }
     grads = {n for n, of in walk.grad_nodes.items() if of is root and n in live}
     inside = {n for n in grads if not _is_backward(n)}
     backward = {n for n in leaving if n.meta.get("partitioner_tag") == "is_backward"}
@@ -165,7 +175,9 @@ def _is_backward(node: Node) -> bool:
 
 def _is_wide_value(node: Node) -> bool:
     found = value(node)
-    return node.op == "call_function" and isinstance(found, torch.Tensor) and node.target not in VIEWS
+    return (
+        node.op == "call_function" and isinstance(found, torch.Tensor) and node.target not in VIEWS
+    )
 
 
 def _rejections(walk: Walk, verdict: _Verdict) -> dict[Node, Rejection]:
@@ -190,7 +202,9 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
         if node.op == "call_function" and node.target is aten.exp.default and is_float_tensor(node):
             shape = shape_of(node)
             if len(shape) >= 2 and isinstance(shape[-1], int) and 1 < shape[-1] < config.min_vocab:
-                reason = f"the last dimension {shape[-1]} is smaller than min_vocab={config.min_vocab}"
+                reason = (
+                    f"the last dimension {shape[-1]} is smaller than min_vocab={config.min_vocab}"
+                )
                 found.append(_rejection(reason, node))
     return found[:1]
 
@@ -203,7 +217,11 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
     wide = _wide_nodes(walk)
     before = [n for n in _live(graph, {}) if n in wide]
     saved_before = _saved_bytes(graph, wide)
-    leaving = {old for old, new in walk.replacements.items() if _made_for(walk, new) is not None and _is_backward(old)}
+    leaving = {
+        old
+        for old, new in walk.replacements.items()
+        if _made_for(walk, new) is not None and _is_backward(old)
+    }
     live = _live(graph, walk.replacements)
     fused = tuple(_fused(walk, live))
     for old, new in walk.replacements.items():
@@ -244,8 +262,10 @@ def _looks_wide(node: Node, roots: Iterable[Node]) -> bool:
 
 def _is_wide_copy(walk: Walk, node: Node) -> bool:
     """A copy of the logits that a source needs (a reshape of rows that are no view)."""
-    return node in walk.builder.packed and any(step.copies for step in walk.steps.values()) and _looks_wide(
-        node, walk.softmax_roots
+    return (
+        node in walk.builder.packed
+        and any(step.copies for step in walk.steps.values())
+        and _looks_wide(node, walk.softmax_roots)
     )
 
 
@@ -287,7 +307,13 @@ def _fused(walk: Walk, live: set[Node]) -> Iterable[Fused]:
             yield _describe(label, node, walk.replacements[node])
     for node in (*walk.stats_nodes, *walk.grad_nodes):
         if node in live:
-            kind = "statistics" if node in walk.stats_nodes else "gradient" if _is_backward(node) else "softmax"
+            kind = (
+                "statistics"
+                if node in walk.stats_nodes
+                else "gradient"
+                if _is_backward(node)
+                else "softmax"
+            )
             yield _describe(kind, node, node)
 
 

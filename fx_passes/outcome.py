@@ -29,7 +29,9 @@ class FuseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """One fused value: what it is ("statistics", "gradient", "log-prob", "entropy or expected value", ...), where the user wrote it, its shape (symbolic sizes as text) and dtype."""
+    """One fused value: what it is ("statistics", "gradient", "log-prob", "entropy or expected value", ...), where the
+    user wrote it, its shape (symbolic sizes as text) and dtype.
+    """
 
     kind: str
     source: str

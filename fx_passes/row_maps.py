@@ -1,8 +1,8 @@
 """Operators that only move rows: slices, selects, splits, reshapes, permutes and rolls, and their backward forms.
 
 A form whose rows are moved keeps its coefficients, moved alike; its source becomes a view of the logits, and a `Step`
-remembers the way back. Backward writes pieces into zeros (`slice_scatter`, `select_scatter`, `cat`): where the piece came
-from exactly there, the result is a form over the whole again, with coefficients that are zero in the other rows. So
+remembers the way back. Backward writes pieces into zeros (`slice_scatter`, `select_scatter`, `cat`): where the piece
+came from exactly there, the result is a form over the whole again, with coefficients that are zero elsewhere. So
 slices, chunk loops and loops over rows all end as one gradient of one root.
 
 `ROW_MAPS` is the table: operator -> rule. Rows that are picked by data (`x[mask]`) are not row maps: what they
@@ -39,11 +39,14 @@ def _full(w: Walk, form: Form, atom: Node) -> Node:
     return w.builder.expand(atom, sizes)
 
 
-def _moved(w: Walk, form: Form, shape: Sequence[Any], source: Node | None, step: Step | None, move: Any) -> Form:
+def _moved(
+    w: Walk, form: Form, shape: Sequence[Any], source: Node | None, step: Step | None, move: Any
+) -> Form:
     """`form` over its moved `source`; `move` moves a row scalar."""
     each = move
     if source is not None:
-        assert form.source is not None and step is not None
+        assert form.source is not None
+        assert step is not None
         if source not in w.root_of:
             w.steps[source] = step
             w.root_of[source] = w.root_of[form.source]
@@ -94,7 +97,9 @@ def _bounds(size: Any, start: Any, stop: Any) -> tuple[Any, Any]:
     return start, stop
 
 
-def slice_rows(w: Walk, form: Form, shape: Sequence[Any], dim: int, start: Any, stop: Any, step: Any) -> Form:
+def slice_rows(
+    w: Walk, form: Form, shape: Sequence[Any], dim: int, start: Any, stop: Any, step: Any
+) -> Form:
     start, stop = _bounds(form.shape[dim], start, stop)
     if start == 0 and (stop == END or same(stop, form.shape[dim])) and step == 1:
         return form
@@ -132,7 +137,11 @@ def select_rows(w: Walk, form: Form, shape: Sequence[Any], dim: int, at: Any) ->
         return call(aten.select_scatter.default, zeros, atom, dim, at)
 
     source = call(aten.select.int, form.source, dim, at) if form.source is not None else None
-    made = Step(form.source, ("select", dim, at), form.vdim, move, back) if form.source is not None else None
+    made = (
+        Step(form.source, ("select", dim, at), form.vdim, move, back)
+        if form.source is not None
+        else None
+    )
     result = _moved(w, form, shape, source, made, move)
     return result.with_(vdim=form.vdim - (dim < form.vdim))
 
@@ -144,12 +153,18 @@ def reshape_rows(w: Walk, form: Form, shape: Sequence[Any], sizes: Sequence[Any]
     def move(atom: Node) -> Node:
         atom = _full(w, form, atom)
         columns = w.builder.size(atom, form.vdim)
-        return w.builder.reshape(atom, [columns if at == vdim else size for at, size in enumerate(after)])
+        return w.builder.reshape(
+            atom, [columns if at == vdim else size for at, size in enumerate(after)]
+        )
 
     def back(atom: Node) -> Node:
         columns = w.builder.size(atom, vdim)
-        atom = w.builder.expand(atom, [columns if at == vdim else size for at, size in enumerate(after)])
-        return w.builder.reshape(atom, [columns if at == form.vdim else s for at, s in enumerate(before)])
+        atom = w.builder.expand(
+            atom, [columns if at == vdim else size for at, size in enumerate(after)]
+        )
+        return w.builder.reshape(
+            atom, [columns if at == form.vdim else s for at, s in enumerate(before)]
+        )
 
     source, made = None, None
     if form.source is not None:
@@ -190,9 +205,15 @@ def permute_dims(w: Walk, form: Form, shape: Sequence[Any], dims: Sequence[int])
     if form.source is not None:
         source = turn(form.source, dims)
         made = Step(
-            form.source, ("permute", *dims), form.vdim, lambda a: turn(a, dims), lambda a: turn(a, inverse)
+            form.source,
+            ("permute", *dims),
+            form.vdim,
+            lambda a: turn(a, dims),
+            lambda a: turn(a, inverse),
         )
-    return _moved(w, form, shape, source, made, lambda a: turn(a, dims)).with_(vdim=inverse[form.vdim])
+    return _moved(w, form, shape, source, made, lambda a: turn(a, dims)).with_(
+        vdim=inverse[form.vdim]
+    )
 
 
 def _zeros(w: Walk, form: Form, like: Node) -> Node:
@@ -203,14 +224,22 @@ def _zeros(w: Walk, form: Form, like: Node) -> Node:
     found = value(like)
     zero = 0.0 if found.dtype.is_floating_point else 0
     return w.builder.call(
-        aten.full.default, sizes, zero, dtype=found.dtype, layout=torch.strided, device=found.device, pin_memory=False
+        aten.full.default,
+        sizes,
+        zero,
+        dtype=found.dtype,
+        layout=torch.strided,
+        device=found.device,
+        pin_memory=False,
     )
 
 
 # -- writing back -------------------------------------------------------------------------------------
 
 
-def _embedded(w: Walk, form: Form, parent: Form, back: Callable[[Node], Node], extent: Extent | None) -> Form:
+def _embedded(
+    w: Walk, form: Form, parent: Form, back: Callable[[Node], Node], extent: Extent | None
+) -> Form:
     """`form` as a value over its parent's rows: zero in the rows that `back` fills."""
     source = form.source
 
@@ -225,7 +254,9 @@ def _embedded(w: Walk, form: Form, parent: Form, back: Callable[[Node], Node], e
     def poly(p: Poly, vanish: bool) -> Poly:
         result = Poly()
         for monomial, number in p.terms.items():
-            result += Poly.number(number) * _embed_monomial(w, form, monomial, stripped, place, vanish)
+            result += Poly.number(number) * _embed_monomial(
+                w, form, monomial, stripped, place, vanish
+            )
         return result
 
     def index(node: Node) -> Node:
@@ -234,13 +265,16 @@ def _embedded(w: Walk, form: Form, parent: Form, back: Callable[[Node], Node], e
     return parent.with_(
         source=parent.source,
         exps=tuple(
-            Exp(poly(t.scale, False), poly(t.shift, False), poly(t.a, True), poly(t.b, True), extent)
+            Exp(
+                poly(t.scale, False), poly(t.shift, False), poly(t.a, True), poly(t.b, True), extent
+            )
             for t in form.exps
         ),
         e=poly(form.e, True),
         f=poly(form.f, True),
         hots=tuple(
-            OneHot(tuple(index(i) for i in t.index), poly(t.weight, True), extent) for t in form.hots
+            OneHot(tuple(index(i) for i in t.index), poly(t.weight, True), extent)
+            for t in form.hots
         ),
     )
 
@@ -293,7 +327,9 @@ def _write(w: Walk, node: Node, base: Form, piece: Form, key: tuple[Any, ...], v
 # -- the rules ----------------------------------------------------------------------------------------
 
 
-def slice_(w: Walk, node: Node, form: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Value:
+def slice_(
+    w: Walk, node: Node, form: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Value:
     form, dim = _rows(w, form, _dim(_form(form), dim))
     return slice_rows(w, form, shape_of(node), dim, start, end, step)
 
@@ -368,7 +404,11 @@ def _source_sizes(w: Walk, form: Form) -> list[Any]:
     sizes = w.lead_sizes(form)
     vocabulary = form.shape[form.vdim]
     if not isinstance(vocabulary, int):
-        vocabulary = w.builder.size(form.source, form.vdim) if form.source is not None else w.known_size(vocabulary)
+        vocabulary = (
+            w.builder.size(form.source, form.vdim)
+            if form.source is not None
+            else w.known_size(vocabulary)
+        )
     sizes[form.vdim] = vocabulary
     return sizes
 
@@ -388,7 +428,14 @@ def t(w: Walk, node: Node, form: Any) -> Value:
 
 
 def slice_scatter(
-    w: Walk, node: Node, base: Any, piece: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+    w: Walk,
+    node: Node,
+    base: Any,
+    piece: Any,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
 ) -> Value:
     base, piece = _form(base), _form(piece)
     dim = _dim(base, dim)
@@ -473,7 +520,11 @@ def pad(w: Walk, node: Node, form: Any, pads: Sequence[Any], fill: Any = 0) -> V
         low, high, dim = pads[at], pads[at + 1], rank - 1 - at // 2
         if low == 0 and high == 0:
             continue
-        if dim == form.vdim or not (isinstance(low, int) and isinstance(high, int)) or max(low, high) > 0:
+        if (
+            dim == form.vdim
+            or not (isinstance(low, int) and isinstance(high, int))
+            or max(low, high) > 0
+        ):
             raise Refused("rows are padded")
         shape[dim] = shape_of(node)[dim]
         result = slice_rows(w, result, tuple(shape), dim, -low, high if high else None, 1)
@@ -497,7 +548,10 @@ def roll(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
         by %= size
         if by == 0:
             return source
-        parts = [call(aten.slice.Tensor, source, dim, by, size, 1), call(aten.slice.Tensor, source, dim, 0, by, 1)]
+        parts = [
+            call(aten.slice.Tensor, source, dim, by, size, 1),
+            call(aten.slice.Tensor, source, dim, 0, by, 1),
+        ]
         return call(aten.cat.default, parts, dim)
 
     def move(atom: Node) -> Node:
@@ -525,7 +579,11 @@ def _rolled_by(index: Any, size: Any) -> int | None:
     if not isinstance(index, Node) or index.target is not aten.fmod.Scalar or index.args[1] != size:
         return None
     added = index.args[0]
-    if not isinstance(added, Node) or added.target is not aten.add.Tensor or not isinstance(added.args[1], int):
+    if (
+        not isinstance(added, Node)
+        or added.target is not aten.add.Tensor
+        or not isinstance(added.args[1], int)
+    ):
         return None
     return added.args[1] if is_iota(added.args[0]) else None
 

@@ -1,8 +1,8 @@
 """What is recognised: one row per ATen operator, its rule on forms and the algebra in the row's comment.
 
-A rule takes the walk, the user's node and the node's arguments as forms, masks, row scalars and numbers. It answers with a
-form, a mask or the new node of a row scalar; with None where the value is no affair of the pass; or it raises `Refused`
-with the reason that the report shows. Rules are pure: they emit new nodes, they never edit the user's.
+A rule takes the walk, the user's node and the node's arguments as forms, masks, row scalars and numbers. It answers
+with a form, a mask or the new node of a row scalar; with None where the value is no affair of the pass; or it raises
+`Refused` with the reason that the report shows. Rules are pure: they emit new nodes, they never edit the user's.
 
 Operators that only move rows are in `row_maps.py`. Not handled on purpose: clamps and epsilons that change a
 probability, top-k and sorting over the vocabulary, anything non-linear but exp and log.
@@ -134,7 +134,9 @@ def div(w: Walk, node: Node, form: Any, divisor: Any, rounding_mode: Any = None)
 def _inverse(w: Walk, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
     if inverse is None:
-        inverse = Poly.atom(w.builder.emit_node(poly, w.dtype_of(form.source), form.source)).inverse()  # type: ignore[arg-type]
+        inverse = Poly.atom(
+            w.builder.emit_node(poly, w.dtype_of(form.source), form.source)
+        ).inverse()  # type: ignore[arg-type]
     assert inverse is not None
     return inverse
 
@@ -167,10 +169,15 @@ def _exp_node(w: Walk, form: Form, like: Node) -> Node:
 
 
 def _exponential(w: Walk, form: Form, a: Poly) -> Exp:
-    """exp(f x + e), with factors `exp(-log s)` as `1 / s`: equal softmaxes, however they are spelled, become equal terms."""
+    """exp(f x + e), with factors `exp(-log s)` as `1 / s`, so that equal softmaxes are equal terms however spelled."""
     shift = -form.e
     for monomial, number in form.e.terms.items():
-        if len(monomial) == 1 and monomial[0][1] == 1 and float(number).is_integer() and abs(number) <= 4:
+        if (
+            len(monomial) == 1
+            and monomial[0][1] == 1
+            and float(number).is_integer()
+            and abs(number) <= 4
+        ):
             inner = _log_argument(w, monomial[0][0])
             if inner is not None:
                 shift += Poly({monomial: number})
@@ -214,7 +221,11 @@ def _common_factors(term: Exp) -> list[tuple[Node, int]]:
     """Atoms that every monomial of a and b has, with the same power."""
     monomials = [dict(monomial) for monomial in (*term.a.terms, *term.b.terms)]
     first = monomials[0] if monomials else {}
-    return [(atom, power) for atom, power in first.items() if all(m.get(atom) == power for m in monomials)]
+    return [
+        (atom, power)
+        for atom, power in first.items()
+        if all(m.get(atom) == power for m in monomials)
+    ]
 
 
 def log(w: Walk, node: Node, form: Any) -> Value:
@@ -295,7 +306,11 @@ def equals(w: Walk, node: Node, left: Any, right: Any) -> Value:
     if not (len(shape) >= 2 and w.is_vocabulary(shape[-1])):
         return None
     for columns, index in ((left, right), (right, left)):
-        wide = isinstance(columns, Node) and is_iota(columns) and same(shape_of(columns)[-1], shape[-1])
+        wide = (
+            isinstance(columns, Node)
+            and is_iota(columns)
+            and same(shape_of(columns)[-1], shape[-1])
+        )
         if wide and isinstance(index, Node) and getattr(value(index), "ndim", 0):
             index = w.builder.align(index, len(shape))
             if same(shape_of(index)[-1], 1):
@@ -371,7 +386,12 @@ def _masked(form: Form, rows: Poly) -> Form:
 def clamp_min(w: Walk, node: Node, form: Any, low: Any = None, high: Any = None) -> Value:
     """clamp(min=finfo.min): nothing but -inf is below."""
     number = low if isinstance(low, (int, float)) else None
-    if isinstance(form, Form) and high is None and number is not None and _at_least(form, float(number)):
+    if (
+        isinstance(form, Form)
+        and high is None
+        and number is not None
+        and _at_least(form, float(number))
+    ):
         return form
     raise Refused("a clamp over the vocabulary changes values")
 
@@ -386,7 +406,9 @@ def _reduced_dims(form: Form, dims: Any) -> list[int]:
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
 
 
-def sum_(w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def sum_(
+    w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     _only_forms(form)
     over = _reduced_dims(form, dims)
     if form.vdim not in over:
@@ -397,7 +419,9 @@ def sum_(w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False
     return _then_rows(w, node, form, poly, label, over, keepdim)
 
 
-def mean(w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def mean(
+    w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     _only_forms(form)
     over = _reduced_dims(form, dims)
     if form.vdim not in over:
@@ -407,7 +431,9 @@ def mean(w: Walk, node: Node, form: Any, dims: Any = None, keepdim: bool = False
     poly, label = row_sum(w, form)
     for dim in over:
         size = w.builder.size(form.source, dim)
-        poly = poly * (Poly.number(1.0 / size) if isinstance(size, int) and size else _inverse_size(size))
+        poly = poly * (
+            Poly.number(1.0 / size) if isinstance(size, int) and size else _inverse_size(size)
+        )
     return _then_rows(w, node, form, poly, label, over, keepdim)
 
 
@@ -470,7 +496,9 @@ def _vocabulary(w: Walk, form: Form) -> Poly:
     size = form.shape[form.vdim]
     if isinstance(size, int):
         return Poly.number(float(size))
-    found = w.builder.size(form.source, form.vdim) if form.source is not None else w.known_size(size)
+    found = (
+        w.builder.size(form.source, form.vdim) if form.source is not None else w.known_size(size)
+    )
     return Poly.atom(found) if isinstance(found, Node) else Poly.number(float(found))
 
 
@@ -479,7 +507,9 @@ def _columns_sum(w: Walk, form: Form, hot: OneHot) -> Poly:
     if same(shape_of(index)[form.vdim], 1):
         return hot.weight
     dtype = w.dtype_of(form.source)
-    weights = w.builder.expand(w.builder.emit_node(hot.weight, dtype, index), w.builder.sizes(index))
+    weights = w.builder.expand(
+        w.builder.emit_node(hot.weight, dtype, index), w.builder.sizes(index)
+    )
     return Poly.atom(w.builder.call(aten.sum.dim_IntList, weights, [form.vdim], True))
 
 
@@ -516,8 +546,15 @@ def argmax(w: Walk, node: Node, form: Any, dim: Any = None, keepdim: bool = Fals
     """The source's own argmax where the scale is a positive number; a reduction, nothing full-vocabulary is made."""
     _only_forms(form)
     factor = form.f.as_number()
-    if dim is None or dim % len(form.shape) != form.vdim or not form.is_affine or not (factor and factor > 0):
-        raise Refused("the place of a maximum of a value that is not a positive multiple of the logits")
+    if (
+        dim is None
+        or dim % len(form.shape) != form.vdim
+        or not form.is_affine
+        or not (factor and factor > 0)
+    ):
+        raise Refused(
+            "the place of a maximum of a value that is not a positive multiple of the logits"
+        )
     made = w.builder.call(aten.argmax.default, form.source, form.vdim, keepdim)
     w.replacements[node] = made
     return made
@@ -536,7 +573,9 @@ def _index(w: Walk, form: Form, index: Any) -> tuple[Node, ...]:
     return (index,)
 
 
-def gather(w: Walk, node: Node, form: Any, dim: int, index: Any, sparse_grad: bool = False) -> Value:
+def gather(
+    w: Walk, node: Node, form: Any, dim: int, index: Any, sparse_grad: bool = False
+) -> Value:
     _only_forms(form)
     if dim % len(form.shape) != form.vdim or not isinstance(index, Node):
         raise Refused("a gather over another dimension than the vocabulary")
@@ -559,7 +598,13 @@ def _columns_result(
 ) -> Value:
     like = form.source if form.source is not None else node
     dtype = w.dtype_of(form.source)
-    label = "log-prob" if not form.e.is_zero else "target logit" if form.is_affine else "target probability"
+    label = (
+        "log-prob"
+        if not form.e.is_zero
+        else "target logit"
+        if form.is_affine
+        else "target probability"
+    )
     made = w.builder.expand(w.builder.emit_node(poly, dtype, like), list(sizes))
     return w.replace(node, made, label, form)
 
@@ -567,7 +612,11 @@ def _columns_result(
 def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> Node:
     """[iota, ..., index]: one column per row; the index with the form's rank."""
     rank = len(form.shape)
-    if len(indices) != rank or form.vdim != rank - 1 or any(not isinstance(i, Node) for i in indices):
+    if (
+        len(indices) != rank
+        or form.vdim != rank - 1
+        or any(not isinstance(i, Node) for i in indices)
+    ):
         raise Refused("the logits are indexed by something else than row number and column")
     lead = rank - 1
     column = indices[-1]
@@ -577,7 +626,11 @@ def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> Node:
         shape = shape_of(rows)
         place = dim - lead + len(shape)
         along = [at for at, size in enumerate(shape) if not same(size, 1)]
-        if not is_iota(rows) or along not in ([place], []) or not same(shape[place], form.shape[dim]):
+        if (
+            not is_iota(rows)
+            or along not in ([place], [])
+            or not same(shape[place], form.shape[dim])
+        ):
             raise Refused("the logits are indexed by something else than row number and column")
     return w.builder.call(aten.unsqueeze.default, column, lead)
 
@@ -590,8 +643,7 @@ def index(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
         return roll(w, node, form, indices)
     column = _row_and_column(w, form, indices)
     poly = w.column(form, (column,))
-    made = _columns_made(w, node, poly, form, column)
-    return made
+    return _columns_made(w, node, poly, form, column)
 
 
 def _columns_made(w: Walk, node: Node, poly: Poly, form: Form, column: Node) -> Value:
@@ -612,7 +664,9 @@ def scatter_add(w: Walk, node: Node, form: Any, dim: int, index: Any, source: An
     return _scattered(w, node, form, dim, index, source, accumulate=True)
 
 
-def _scattered(w: Walk, node: Node, form: Any, dim: int, index: Any, source: Any, accumulate: bool) -> Value:
+def _scattered(
+    w: Walk, node: Node, form: Any, dim: int, index: Any, source: Any, accumulate: bool
+) -> Value:
     if not isinstance(form, Form) or not isinstance(index, Node):
         raise Refused("a scatter of full-vocabulary values")
     dim %= len(form.shape)
@@ -638,7 +692,9 @@ def _with_column(w: Walk, form: Form, index: Node, weight: Poly, accumulate: boo
     return add(form, column, w.builder.embedded)
 
 
-def index_put(w: Walk, node: Node, form: Any, indices: Any, values: Any, accumulate: bool = False) -> Value:
+def index_put(
+    w: Walk, node: Node, form: Any, indices: Any, values: Any, accumulate: bool = False
+) -> Value:
     """As scatter and scatter_add, for [iota, ..., index]."""
     if not isinstance(form, Form):
         raise Refused("a full-vocabulary value is written by index")
@@ -694,7 +750,9 @@ def expand(w: Walk, node: Node, found: Any, sizes: Sequence[Any], **_: Any) -> V
     if not isinstance(found, Node) or not is_float_tensor(node):
         return None
     was = (1,) * (len(shape) - len(shape_of(found))) + shape_of(found)
-    grown = [dim for dim, (old, new) in enumerate(zip(was, shape, strict=True)) if not same(old, new)]
+    grown = [
+        dim for dim, (old, new) in enumerate(zip(was, shape, strict=True)) if not same(old, new)
+    ]
     wide = [dim for dim in grown if w.is_vocabulary(shape[dim])]
     if not wide:
         return None

@@ -1,7 +1,7 @@
-"""One walk over the joint graph: what every node is as a form, and the new nodes that compute what leaves the region.
+"""One walk over the joint graph: what every node is as a form, and the new nodes for what leaves the region.
 
-`Walk.visit` asks the table of `rules.py`; a rule answers with a form, a mask, a row scalar, or `Refused`. Nothing of the
-user's graph is edited here: `replacements` says what `fuse.py` puts in place of which node once the rewrite is accepted.
+`Walk.visit` asks the table of `rules.py`; a rule answers with a form, a mask, a row scalar, or `Refused`. Nothing of
+the user's graph is edited here: `replacements` says what `fuse.py` puts in place of which node once all is accepted.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class Walk:
     def dtype_of(self, source: Node | None) -> torch.dtype:
         """The compute dtype: float64 for float64 roots, float32 for all others."""
         found = value(source) if source is not None else None
-        return torch.float64 if found is not None and found.dtype == torch.float64 else torch.float32
+        return (
+            torch.float64 if found is not None and found.dtype == torch.float64 else torch.float32
+        )
 
     # -- visiting --------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class Walk:
             self.keep(arg)
 
     def keep(self, node: Node) -> None:
-        """`node`'s value leaves the region: compute it from its form, or leave the user's node where that is as good."""
+        """`node`'s value leaves the region: computed from its form, or by the user's node where that is as good."""
         found = self.env.get(node)
         if isinstance(found, Node) or node in self.kept:
             return
@@ -205,7 +207,9 @@ class Walk:
                 for dim, size in enumerate(sizes)
             )
             if not fits:
-                raise Refused("an operand varies over the vocabulary and is not made from the logits")
+                raise Refused(
+                    "an operand varies over the vocabulary and is not made from the logits"
+                )
         return poly
 
     def row_result(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> Node:
@@ -251,7 +255,7 @@ class Walk:
     # -- statistics ------------------------------------------------------------------------------
 
     def stats(self, form: Form, scale: Poly) -> Stats:
-        """Row statistics of `scale * x` for the form's source, computed once on the highest ancestor that has the scale."""
+        """Row statistics of `scale * x` for the form's source, on the highest ancestor that has the scale."""
         if form.source is None:
             raise Refused("a softmax of a value that no logits are in")
         return self._stats_of(form.source, scale, form.vdim)
@@ -285,7 +289,9 @@ class Walk:
             scale_node = self.builder.emit_node(scale, dtype, source)
             if order is not None and value(scale_node).ndim:
                 scale_node = self.builder.call(aten.permute.default, scale_node, order)
-        node = self.builder.call(torch.ops.slime_fused.row_stats.default, viewed, scale_node, factor, "")
+        node = self.builder.call(
+            torch.ops.slime_fused.row_stats.default, viewed, scale_node, factor, ""
+        )
         self.stats_nodes[node] = self.root_of[source]
         parts = [self.builder.call(operator.getitem, node, at) for at in range(4)]
         if order is not None:
@@ -324,7 +330,9 @@ class Walk:
         if form.source is not None and (form.exps or not form.f.is_zero):
             taken = Poly.atom(self.builder.cast(self.gather(form.source, form.vdim, chosen), dtype))
         if not form.f.is_zero:
-            result = self._affine_column(form.f, taken, dtype)  # first: (x - max) - log_sum, never x + (...)
+            result = self._affine_column(
+                form.f, taken, dtype
+            )  # first: (x - max) - log_sum, never x + (...)
         result = result + form.e
         if form.exps:
             for term in form.exps:
@@ -356,7 +364,12 @@ class Walk:
         return Poly.atom(self.builder.call(aten.where.self, null, zero, weighted))
 
     def _hot_column(
-        self, at: tuple[Node, ...], weight: Poly, index: tuple[Node, ...], form: Form, dtype: torch.dtype
+        self,
+        at: tuple[Node, ...],
+        weight: Poly,
+        index: tuple[Node, ...],
+        form: Form,
+        dtype: torch.dtype,
     ) -> Poly:
         if at == index:
             return weight
@@ -440,7 +453,11 @@ class _Packer:
         self.lead = walk.lead_sizes(form)
 
     def ordered(self, node: Node) -> Node:
-        return node if self.order is None else self.builder.call(aten.permute.default, node, self.order)
+        return (
+            node
+            if self.order is None
+            else self.builder.call(aten.permute.default, node, self.order)
+        )
 
     def cell(self, poly: Poly, columns: Any = 1) -> Node:
         """`poly` as a tensor `[..., columns]`."""
@@ -457,7 +474,9 @@ class _Packer:
     def terms(self) -> Node:
         cells = [self.cell(poly) for term in self.form.exps for poly in self._coefficients(term)]
         packed = self.joined(cells)
-        return self.builder.reshape(packed, [*self.builder.sizes(packed)[:-1], len(self.form.exps), 5])
+        return self.builder.reshape(
+            packed, [*self.builder.sizes(packed)[:-1], len(self.form.exps), 5]
+        )
 
     def _coefficients(self, term: Exp) -> tuple[Poly, ...]:
         """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
@@ -475,9 +494,15 @@ class _Packer:
         if not hots:
             assert self.form.source is not None
             empty = [*self.builder.sizes(self.cell(ZERO))[:-1], 0]
-            options = {"layout": torch.strided, "device": value(self.form.source).device, "pin_memory": False}
+            options = {
+                "layout": torch.strided,
+                "device": value(self.form.source).device,
+                "pin_memory": False,
+            }
             index = self.builder.call(aten.full.default, empty, 0, dtype=torch.int64, **options)
-            return index, self.builder.call(aten.full.default, empty, 0.0, dtype=self.dtype, **options)
+            return index, self.builder.call(
+                aten.full.default, empty, 0.0, dtype=self.dtype, **options
+            )
         indices, weights = [], []
         for hot in hots:
             index = self.walk.index_node(hot.index)
