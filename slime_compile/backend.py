@@ -16,9 +16,10 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch._inductor.inductor_prims  # registers operators that the rules name
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
@@ -54,7 +55,7 @@ def slime_fused(
         raise RuntimeError(
             f"mode={mode!r} is inductor's and needs inner='inductor', got inner='aot_eager'"
         )
-    record = open_record(gm, example_inputs, chosen)
+    record = report.keep(new_record(gm, example_inputs, chosen))
     with functorch_config.patch(_FUNCTORCH):
         if chosen.inner == "aot_eager":
             return compile_eager(gm, example_inputs, chosen, record)
@@ -72,14 +73,14 @@ def slime_fused(
 _FUNCTORCH = {"force_non_lazy_backward_lowering": True}
 
 
-def open_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> report.Record:
-    """What will be known about this graph: by name, identity, and the inputs that may not be overwritten."""
+def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> report.Record:
+    """What is known about a graph from the start: name, identity, and the inputs that may not be overwritten."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
-    return report.open_record(_name(gm), _identity(gm, options), held)
+    return report.Record(_name(gm), _identity(gm, options), held)
 
 
 def _held(tensor: Any) -> str:
-    """Why autograd forbids writing over an input of the graph, or ""."""
+    """Why autograd forbids writing over an input of the graph, or nothing."""
     if not isinstance(tensor, torch.Tensor):
         return ""
     owner = tensor if tensor._base is None else tensor._base
@@ -290,7 +291,10 @@ def _compile_inductor(
     patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
     for name, kind in _HOOKS.items():
         patches[name] = kind(options, record.number, _user_passes(name, patches))
-    return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
+    compiled: Any = compile_fx(
+        gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+    )
+    return cast(_Compiled, compiled)
 
 
 # NOTE [What is in place must be in the graph's text]

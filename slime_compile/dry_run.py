@@ -7,9 +7,11 @@ run, on fake tensors: where it asks for a value (`.item()`, `print(loss)`), the 
 Torch's caches are not used, and the function's own compiled code stays as it is: a copy of its code object is traced.
 """
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from slime_compile import backend, report
-from slime_compile.dynamo_frames import Frame, Watch, first_line
+from slime_compile.dynamo_frames import Frame, Watch, summary
 from slime_compile.options import Options
 
 
@@ -53,19 +55,20 @@ class _DryRun:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> report.Report:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        fake_args, fake_kwargs = _faked(mode, (tuple(args), kwargs))
         traced = torch.compile(_with_own_code(fn), backend=self._backend, dynamic=False)
         notes: tuple[str, ...] = ()
-        with Watch() as watch, torch.random.fork_rng(devices=[]), mode:
+        with Watch() as watch, torch.random.fork_rng(devices=[]), _without_grad_warnings():
+            fake_args, fake_kwargs = _faked(mode, (tuple(args), kwargs))
             try:
-                traced(*fake_args, **fake_kwargs)
+                with mode:
+                    traced(*fake_args, **fake_kwargs)
             except Exception as error:
                 if self.options.strict:
                     raise
                 notes = (_ended(error),)
         return report.Report(
             graphs=tuple(r.result() for r in self.records),
-            breaks=_distinct([*self.breaks, *watch.breaks]),
+            breaks=_with_restarts(self.breaks, watch.breaks),
             python_frames=watch.python_frames,
             notes=notes,
         )
@@ -73,7 +76,7 @@ class _DryRun:
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors."""
         self._note_break(gm)
-        record = backend.open_record(gm, example_inputs, self.options)
+        record = backend.new_record(gm, example_inputs, self.options)
         self.records.append(record)
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             backend.compile_eager(gm, example_inputs, self.options, record)
@@ -88,13 +91,21 @@ class _DryRun:
             Frame(
                 place.name if place else "a frame",
                 f"{place.filename}:{place.lineno}" if place else "",
-                first_line(str(reason.reason)),
+                summary(str(reason.reason)),
             )
         )
 
 
 def _faked(mode: FakeTensorMode, values: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), values)
+
+
+@contextlib.contextmanager
+def _without_grad_warnings() -> Iterator[None]:
+    """Torch looks at `.grad` of every tensor that it fakes, leaf or not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
 
 
 def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,10 +129,10 @@ def _copied(fn: Any) -> types.FunctionType:
 
 def _ended(error: Exception) -> str:
     cause = error.__cause__ or error
-    return f"the dry run ended here, what follows is not in this report: {type(cause).__name__}: {first_line(str(cause))}"
+    return f"the dry run ended here, what follows is not in this report: {type(cause).__name__}: {summary(str(cause))}"
 
 
-def _distinct(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Each break once: Dynamo tells some of them twice, the second time without their line."""
-    reasons = {f.reason: f for f in reversed(frames)}
-    return tuple(f for f in dict.fromkeys(frames) if reasons[f.reason] is f or f.source != "")
+def _with_restarts(breaks: Sequence[Frame], restarts: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Graph breaks after which a graph ended, with their line, and those that Dynamo only started anew for."""
+    told = {(f.name, f.reason) for f in breaks}
+    return tuple(dict.fromkeys([*breaks, *(f for f in restarts if (f.name, f.reason) not in told)]))

@@ -5,7 +5,6 @@ graph, no graph break and only a log line; what remains is torch's own record pe
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -56,10 +55,11 @@ class Watch:
         utils._compilation_metrics.extend(self._kept)
 
 
-def first_line(reason: str) -> str:
-    """The sentence of one of Dynamo's long explanations."""
+def summary(reason: str) -> str:
+    """One of Dynamo's long explanations in a line: what happened, and its explanation where it has one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return lines[0] if lines else "no reason given"
+    explained = [line.removeprefix("Explanation: ") for line in lines if "Explanation: " in line]
+    return ": ".join([*lines[:1], *explained[:1]]) or "no reason given"
 
 
 def _left_to_python(metrics: Iterable[Any]) -> dict[str, Frame]:
@@ -78,17 +78,17 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[str, Frame]:
 
 
 def _why(reason: str) -> str:
-    text = first_line(reason)
-    if "recompile limit" in text:
-        limit = re.search(r"exceeding the (\w+)", reason)
-        return f"{text} ({limit[1] if limit else 'recompile_limit'}): new sizes run as eager code"
-    return text
+    """Too many recompiles are the one failure that leaves earlier graphs in use."""
+    limit = re.search(r"exceeding the (\w+)", reason)
+    if limit is None:
+        return summary(reason)
+    return f"too many recompiles ({limit[1]}): sizes beyond those compiled run as eager code"
 
 
 def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks by which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
-    return [Frame(metrics.co_name, place, first_line(r)) for r in metrics.restart_reasons or ()]
+    return [Frame(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
 
 
 def _frame_number(compile_id: str | None) -> str:
@@ -97,8 +97,4 @@ def _frame_number(compile_id: str | None) -> str:
 
 
 def _place(file: str | None, line: int | None) -> str:
-    return f"{os.path.relpath(file) if _below(file) else file}:{line}" if file else ""
-
-
-def _below(file: str) -> bool:
-    return os.path.abspath(file).startswith(os.getcwd() + os.sep)
+    return f"{file}:{line}" if file else ""

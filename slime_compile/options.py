@@ -88,7 +88,7 @@ def _known_text() -> str:
     return f"{[*known_options(), INDUCTOR_PREFIX + '<name>']}"
 
 
-def _valid(name: str) -> tuple[Any, ...] | type:
+def _valid(name: str) -> Any:
     """The values of a choice, or the type of a plain option."""
     hint = typing.get_type_hints(Options)[name]
     return typing.get_args(hint) or hint
@@ -104,12 +104,12 @@ def _checked(name: str, value: Any, shown: str) -> Any:
                 f"Unexpected value of option {shown}, got {value!r} should be one of {list(valid)}"
             )
         return value
-    if type(value) is not valid:
+    if type(value) is not valid:  # a bool is no number here
         raise RuntimeError(
             f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}) "
             f"should be {valid.__name__}; known options are {_known_text()}"
         )
-    if name == "min_vocab" and value < 2:
+    if name == "min_vocab" and int(value) < 2:
         raise RuntimeError(f"Option {shown} must be at least 2, got {value}")
     return value
 

@@ -14,10 +14,13 @@ import collections
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.inductor_prims  # registers operators that the rules name
+from torch._logging._internal import trace_structured
 from torch.fx import Graph, Node
 
 from fx_passes.outcome import Outcome, Rejection
@@ -118,8 +121,8 @@ class Report:
 class Record:
     """What is known so far about one graph that Dynamo asked for; written by the backend, read by `reports`."""
 
-    def __init__(self, number: int, name: str, identity: str, held: dict[int, str]):
-        self.number = number
+    def __init__(self, name: str, identity: str, held: dict[int, str]):
+        self.number = -1
         self.name = name
         self.identity = identity
         self.held = held
@@ -177,7 +180,7 @@ class Record:
     def _publish(self) -> None:
         result = self.result()
         log.info("%s", Report((result,)))
-        torch._logging.trace_structured(
+        trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": "slime_fused_report", "encoding": "json"},
             payload_fn=lambda: json.dumps(Report((result,)).to_dict()),
@@ -265,13 +268,15 @@ def outermost_frame(stack_trace: str) -> str:
 # ---- this process -------------------------------------------------------------------------------------------------
 
 _records: list[Record] = []
+_lock = threading.Lock()
 
 
-def open_record(name: str, identity: str, held: dict[int, str]) -> Record:
-    """A new record for a graph that is about to be compiled, by number in `record`."""
-    made = Record(len(_records), name, identity, held)
-    _records.append(made)
-    return made
+def keep(new: Record) -> Record:
+    """From now on `reports` tells of this graph; it gets the number by which `record` finds it."""
+    with _lock:
+        new.number = len(_records)
+        _records.append(new)
+    return new
 
 
 def record(number: int) -> Record:

@@ -60,8 +60,8 @@ def _graph(graph: GraphReport) -> list[str]:
         how = "written over the logits" if each.in_place else f"not in place: {each.reason}"
         lines.append(f"  gradient at {each.source or 'unknown line'}: {how}")
     if graph.rejections:
-        rows = [(r.reason, r.node, r.source) for r in graph.rejections]
-        lines += _indented(_table(("left as it was, because", "node", "at"), rows))
+        refused = [(r.reason, r.node, r.source) for r in graph.rejections]
+        lines += _indented(_table(("left as it was, because", "node", "at"), refused))
     if not graph.has_vocabulary:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph.notes]
