@@ -184,9 +184,7 @@ def _local_stats(logits: Tensor, column: Tensor, scale: Tensor, absent: float) -
 def _all_gather(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's [4, ...] as [ranks, 4, ...]."""
     ranks = dist.get_world_size(group)
-    gathered = stats.new_empty(
-        [ranks * stats.shape[0], *stats.shape[1:]]
-    )  # gloo wants the same rank
+    gathered = stats.new_empty([ranks * stats.shape[0], *stats.shape[1:]])
     dist.all_gather_into_tensor(gathered, stats, group=group)
     return gathered.view(ranks, *stats.shape)
 
