@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._inductor.inductor_prims  # registers operators that the rules name
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes import inplace, outcome
+import fx_passes
+from fx_passes import inplace
 from slime_compile import ops, report
 from slime_compile.options import Options
 from slime_compile.version import __version__
@@ -95,7 +95,7 @@ def _held(tensor: Any) -> str:
 def _source_hash() -> str:
     """Of all sources of both packages: any change of ours invalidates what torch has cached."""
     digest = hashlib.sha256()
-    for package in (Path(__file__).parent, Path(outcome.__file__).parent):
+    for package in (Path(__file__).parent, Path(fx_passes.__file__).parent):
         for path in sorted(package.rglob("*")):
             if path.suffix in (".py", ".cpp", ".h", ".cu"):
                 digest.update(str(path.relative_to(package)).encode())
@@ -164,10 +164,8 @@ def _copied(graph: Graph) -> Graph:
 def run_fuse(graph: Graph, options: Options, record: report.Record) -> None:
     """The fusing pass over a joint or inference graph; its report goes into the first fused operator."""
 
-    from fx_passes.fuse import fuse
-
     def edit() -> None:
-        found = fuse(graph, options.fuse_config())
+        found = fx_passes.fuse(graph, options.fuse_config())
         nodes = _fused_nodes(graph)
         part = report.describe(graph, found, len(nodes), options.min_vocab)
         if nodes:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # registers operators that the rules name
 from torch._logging._internal import trace_structured
 from torch.fx import Graph, Node
 
