@@ -1,0 +1,480 @@
+"""Triton kernels of the row operators: `row_stats_kernel`, `merge_parts_kernel`, `row_grad_kernel`.
+
+`cuda.py` launches them and decides blocks and parts; docs/kernels.md says why the blocks look as they do. What they
+compute is in docs/design.md ("The operators"). float64 is not handled here.
+
+Every argument that is not `constexpr` is excluded from specialisation: there is one compile per dtype, `VEC` and, for
+`row_grad_kernel`, K and M; never one per N, V or alignment.
+
+NOTE [Rows as 16-byte groups]
+A row of an odd vocabulary starts anywhere. Each row is cut, by its address, into `head` single elements up to the
+first 16-byte boundary, `groups` groups of VEC elements, and fewer than VEC single elements after them. The groups
+are loaded as tiles [LANES, DEPTH, VEC]: LANES is the number of threads, so that one thread holds the VEC elements of
+DEPTH groups, and a reduction over axes 1 and 2 stays inside the thread. Masks are constant along VEC, which keeps
+the accesses 16 bytes wide. The single elements at both ends (`edges`) are one small masked access of part 0.
+VEC = 1 (another stride than 1 along the vocabulary, or an output aligned otherwise than x) has no edges.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: RET505, RUF005  (Triton wants the else of a static branch, and tuples joined by +)
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(3.0e38)  # below the largest float32, with room for a few roundings
+
+
+# ---- rows, parts, tiles -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row_offset(row, inner, outer_stride, inner_stride):
+    """Offset in elements of row (row // inner, row % inner), in 64 bits."""
+    outer = (row // inner).to(tl.int64)
+    return outer * outer_stride + (row % inner).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def _cut(row_ptr, vocab, part, parts, LANES: tl.constexpr, VEC: tl.constexpr):
+    """(head, groups, first, last): see NOTE [Rows as 16-byte groups]; the part is groups [first, last)."""
+    head = vocab * 0
+    if VEC > 1:
+        item: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+        past = (row_ptr.to(tl.int64) // item) % VEC
+        head = tl.minimum((VEC - past.to(tl.int32)) % VEC, vocab)
+    groups = (vocab - head) // VEC
+    length = tl.cdiv(tl.cdiv(groups, parts), LANES) * LANES
+    first = tl.minimum(part * length, groups)
+    return head, groups, first, tl.minimum(first + length, groups)
+
+
+@triton.jit
+def _edges(head, groups, vocab, part, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Columns [LANES] of the single elements and whether they are there: lanes [0, VEC) head, [VEC, 2 VEC) tail."""
+    lane = tl.arange(0, LANES)
+    column = tl.where(lane < VEC, lane, head + groups * VEC + lane - VEC)
+    present = tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < vocab))
+    return column, present & (part == 0)
+
+
+@triton.jit
+def _body(row_ptr, head, VEC: tl.constexpr):
+    """Pointer to the first group; groups of bf16 are read as 32-bit words, see `_unpack`."""
+    if VEC > 1 and row_ptr.dtype.element_ty == tl.bfloat16:
+        return (row_ptr + head).to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        return row_ptr + head
+
+
+@triton.jit
+def _tile(first, last, DEPTH: tl.constexpr, LANES: tl.constexpr):
+    """Groups of the tile that starts at group `first`, and whether they are in the part, [LANES, DEPTH, 1]."""
+    group = first + tl.arange(0, LANES)[:, None, None] + tl.arange(0, DEPTH)[None, :, None] * LANES
+    return group, group < last
+
+
+@triton.jit
+def _addresses(body_ptr, group, stride, WIDTH: tl.constexpr):
+    """Addresses of a tile: aligned to 16 bytes where WIDTH > 1, with any vocabulary stride where WIDTH is 1."""
+    if WIDTH > 1:
+        column = group * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        return tl.multiple_of(body_ptr + column, (1, 1, 16))
+    else:
+        return body_ptr + group.to(tl.int64) * stride
+
+
+@triton.jit
+def _load_tile(
+    body_ptr, first, last, stride, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """The tile of x that starts at group `first`, zero from group `last` on."""
+    WIDTH: tl.constexpr = VEC // 2 if body_ptr.dtype.element_ty == tl.int32 else VEC
+    group, present = _tile(first, last, DEPTH, LANES)
+    return tl.load(_addresses(body_ptr, group, stride, WIDTH), mask=present, other=0)
+
+
+@triton.jit
+def _unpack(tile, flip):
+    """A loaded tile as float32 [LANES, DEPTH, VEC], negated where `flip`.
+
+    A word holds two bf16; each becomes float32, sign included, by one integer operation, where taking the word
+    apart, converting and multiplying by the sign would be three.
+    """
+    if tile.dtype == tl.int32:
+        sign = tl.where(flip, -2147483648, 0).to(tl.int32)
+        low = ((tile << 16) + sign).to(tl.float32, bitcast=True)
+        high = ((tile & -65536) ^ sign).to(tl.float32, bitcast=True)
+        pairs = tl.join(low, high)
+        return pairs.reshape(tile.shape[0], tile.shape[1], tile.shape[2] * 2)
+    else:
+        return tile.to(tl.float32) * tl.where(flip, -1.0, 1.0)
+
+
+# ---- row_stats ----------------------------------------------------------------------------------------------------
+#
+# Online softmax (Milakov and Gimelshein, arXiv 1805.02867), with two more sums, and per thread instead of per row.
+# With y = scale * x the row is flipped by the sign of scale, so that y = rate * x with rate = |scale|. Each thread
+# keeps, for the elements it has seen, with peak their maximum and d = x - peak:
+#
+#     mass = sum exp(rate d)      first = sum exp(rate d) d      spread = sum d      count
+#
+# Raising the maximum from `peak` to `top`, step = peak - top, changes d by step for all of them:
+#
+#     mass' = exp(rate step) mass      first' = exp(rate step) (first + step mass)      spread' = spread + count step
+#
+# A tile raises the maximum of a thread once, so there is one exponential per element and one per DEPTH * VEC elements.
+# Differences are taken before scaling: a large common offset of the logits costs no digits. Special values:
+# - d and step are raised to `floor`, where exp(rate floor) is 0 in float32: -inf * 0 never arises. max drops NaN.
+# - spread uses d as it is, so a row with NaN or +inf has spread NaN, and nothing else has: this is how NaN gets out.
+# - peak = -inf (nothing, or only -inf so far) stands for a reference of 0: -inf - (-inf) never arises.
+
+
+@triton.jit
+def _floor(rate):
+    """Where exp2(log2(e) rate d) is 0 for all d <= floor; finite for rate = 0."""
+    return -tl.minimum(200.0 / (rate * LOG2E), LARGEST)
+
+
+@triton.jit
+def _raise(peak, mass, first, spread, count, top, rate):
+    """The sums of `peak`, with respect to the larger maximum `top`."""
+    step = tl.where(peak == -float("inf"), 0.0, peak - top)
+    held = tl.maximum(step, _floor(rate))
+    decay = tl.exp2(held * (rate * LOG2E))
+    return mass * decay, (first + mass * held) * decay, spread + count * step
+
+
+@triton.jit
+def _absorb(peak, mass, first, spread, count, x, present, rate):
+    """Adds the tile x [LANES, DEPTH, VEC], -inf where not `present`, to the sums [LANES] of `count` elements."""
+    top = tl.maximum(peak, tl.max(tl.max(x, 2), 1))
+    mass, first, spread = _raise(peak, mass, first, spread, count, top, rate)
+    d = x - tl.where(top == -float("inf"), 0.0, top)[:, None, None]
+    held = tl.maximum(d, _floor(rate))
+    e = tl.exp2(held * (rate * LOG2E))
+    e = tl.where(present, e, 0.0)  # where rate is 0 the floor does not do it
+    mass += tl.sum(tl.sum(e, 2), 1)
+    first += tl.sum(tl.sum(e * held, 2), 1)
+    spread += tl.sum(tl.sum(tl.where(present, d, 0.0), 2), 1)
+    return top, mass, first, spread
+
+
+@triton.jit
+def _merge(peak, mass, first, spread, count, rate):
+    """The sums of all threads (or parts) as scalars."""
+    top = tl.max(peak, 0)
+    anchor = tl.where(top == -float("inf"), 0.0, top)
+    mass, first, spread = _raise(peak, mass, first, spread, count, anchor, rate)
+    return top, tl.sum(mass, 0), tl.sum(first, 0), tl.sum(spread, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def _store_stats(
+    row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, count, rate
+):
+    """Writes the four outputs of one row."""
+    nan = float("nan")
+    peak = rate * top
+    empty = peak == -float("inf")
+    bad = (spread != spread) | (peak != peak) | (peak == float("inf"))
+    # the maximum is given rounded, the sums are relative to the exact one
+    slip = tl.where(empty, 0.0, tl.fma(rate, top, -peak))
+    log_sum = tl.where(empty, -float("inf"), tl.log(mass) + slip)
+    mean = rate * (first / mass) + slip
+    total = rate * spread + count * slip
+    tl.store(max_ptr + row, tl.where(bad, nan, peak))
+    tl.store(log_sum_ptr + row, tl.where(bad, nan, log_sum))
+    tl.store(mean_ptr + row, tl.where(bad | empty, nan, mean))
+    tl.store(total_ptr + row, tl.where(bad | empty, nan, total))
+
+
+@triton.jit
+def _store_part(slot, plane, peak, mass, first, spread, count):
+    """Writes the sums of one part into the five planes that `slot` begins."""
+    tl.store(slot, peak)
+    tl.store(slot + plane, mass)
+    tl.store(slot + plane * 2, first)
+    tl.store(slot + plane * 3, spread)
+    tl.store(slot + plane * 4, count)
+
+
+@triton.jit
+def _load_scale(scale_ptr, row, scale_stride, scaled, factor):
+    """factor * scale[row]; scale is not looked at where `scaled` is 0."""
+    return factor * tl.load(
+        scale_ptr + row.to(tl.int64) * scale_stride, mask=scaled != 0, other=1.0
+    )
+
+
+ROW_STATS_ARGUMENTS = [
+    "x_ptr", "scale_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "total_ptr", "parts_ptr",
+    "factor", "scale_stride", "scaled", "rows", "vocab", "inner", "outer_stride", "inner_stride", "stride", "parts",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ROW_STATS_ARGUMENTS)
+def row_stats_kernel(
+    x_ptr,  # [N, V] bf16, fp16 or fp32, read only
+    scale_ptr,  # [N] fp32, read only, anything where scaled is 0
+    max_ptr,  # [N] fp32, this and the next three written where parts is 1
+    log_sum_ptr,
+    mean_ptr,
+    total_ptr,
+    parts_ptr,  # [5, N, parts] fp32, written where parts is not 1
+    factor: tl.float32,
+    scale_stride: tl.int64,
+    scaled: tl.int32,
+    rows: tl.int64,
+    vocab: tl.int32,
+    inner: tl.int32,
+    outer_stride: tl.int64,
+    inner_stride: tl.int64,
+    stride: tl.int64,
+    parts: tl.int32,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    scale = _load_scale(scale_ptr, row, scale_stride, scaled, factor)
+    flip = scale < 0.0
+    rate = tl.abs(scale)
+    row_ptr = x_ptr + _row_offset(row, inner, outer_stride, inner_stride)
+    head, groups, begin, end = _cut(row_ptr, vocab, part, parts, LANES, VEC)
+    body_ptr = _body(row_ptr, head, VEC)
+    ahead = _load_tile(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
+
+    peak = tl.full([LANES], -float("inf"), tl.float32)
+    mass = tl.zeros([LANES], tl.float32)
+    first = tl.zeros([LANES], tl.float32)
+    spread = tl.zeros([LANES], tl.float32)
+    count = tl.zeros([LANES], tl.float32)
+    if VEC > 1:
+        lone, there = _edges(head, groups, vocab, part, LANES, VEC)
+        edge = tl.load(row_ptr + lone, mask=there, other=0.0)
+        edge = edge.to(tl.float32) * tl.where(flip, -1.0, 1.0)
+        peak = tl.where(there, edge, peak)
+        finite = there & (edge > -float("inf"))
+        mass = tl.where(finite, 1.0, 0.0)
+        spread = tl.where(there, edge - tl.where(finite, edge, 0.0), 0.0)
+        count = there.to(tl.float32)
+
+    full = 0.0
+    while begin + DEPTH * LANES < end:
+        begin += DEPTH * LANES
+        x = _unpack(ahead, flip)
+        ahead = _load_tile(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
+        peak, mass, first, spread = _absorb(peak, mass, first, spread, count + full, x, True, rate)
+        full += DEPTH * VEC
+    count += full
+    present = _tile(begin, end, DEPTH, LANES)[1]
+    x = tl.where(present, _unpack(ahead, flip), -float("inf"))
+    peak, mass, first, spread = _absorb(peak, mass, first, spread, count, x, present, rate)
+    count += tl.sum(tl.sum(present.to(tl.float32), 2), 1) * VEC
+
+    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate)
+    if parts == 1:
+        _store_stats(
+            row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate
+        )
+    else:
+        slot = parts_ptr + row.to(tl.int64) * parts + part
+        _store_part(slot, rows * parts, peak, mass, first, spread, count)
+
+
+# The same rescaling once more, over the parts of a row.
+
+
+MERGE_PARTS_ARGUMENTS = [
+    "parts_ptr", "scale_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "total_ptr",
+    "factor", "scale_stride", "scaled", "rows", "parts",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=MERGE_PARTS_ARGUMENTS)
+def merge_parts_kernel(
+    parts_ptr,  # [5, N, parts] fp32, read only
+    scale_ptr,  # [N] fp32, read only, anything where scaled is 0
+    max_ptr,  # [N] fp32, this and the next three written
+    log_sum_ptr,
+    mean_ptr,
+    total_ptr,
+    factor: tl.float32,
+    scale_stride: tl.int64,
+    scaled: tl.int32,
+    rows: tl.int64,
+    parts: tl.int32,
+    PARTS: tl.constexpr,  # power of two, at least parts
+):
+    row = tl.program_id(0)
+    rate = tl.abs(_load_scale(scale_ptr, row, scale_stride, scaled, factor))
+    part = tl.arange(0, PARTS)
+    present = part < parts
+    slot = parts_ptr + row.to(tl.int64) * parts + part
+    peak = tl.load(slot, mask=present, other=-float("inf"))
+    mass = tl.load(slot + rows * parts, mask=present, other=0.0)
+    first = tl.load(slot + rows * parts * 2, mask=present, other=0.0)
+    spread = tl.load(slot + rows * parts * 3, mask=present, other=0.0)
+    count = tl.load(slot + rows * parts * 4, mask=present, other=0.0)
+    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate)
+    _store_stats(
+        row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate
+    )
+
+
+# ---- row_grad -----------------------------------------------------------------------------------------------------
+#
+# The row normal form (docs/design.md) element by element: one read, one write, one exponential per term. The row's
+# coefficients are loaded once per program. What depends on the row alone is decided on scalars:
+# - a row whose coefficients are all 0 gets 0 for scale, center and shift too, so that x = 0 (not read) gives 0;
+# - the affine part runs only where f is not 0, a one-hot term only in the tile that holds its column.
+
+
+@triton.jit
+def _scalars(values_ptr, COUNT: tl.constexpr):
+    """COUNT coefficients, as a tuple of scalars."""
+    values = ()
+    for k in tl.static_range(COUNT):
+        values = values + (tl.load(values_ptr + k),)
+    return values
+
+
+@triton.jit
+def _silenced(terms, live, K: tl.constexpr):
+    """The coefficients, 0 where not `live`."""
+    values = ()
+    for k in tl.static_range(5 * K):
+        values = values + (tl.where(live, terms[k], 0.0),)
+    return values
+
+
+@triton.jit
+def _one_hots(index_ptr, weight_ptr, vocab, M: tl.constexpr):
+    """M columns (-1 where outside [0, V)) and M weights, as two tuples of scalars."""
+    columns = ()
+    weights = ()
+    for k in tl.static_range(M):
+        index = tl.load(index_ptr + k)
+        inside = (index >= 0) & (index < vocab)
+        columns = columns + (tl.where(inside, index, -1).to(tl.int32),)
+        weights = weights + (tl.load(weight_ptr + k),)
+    return columns, weights
+
+
+@triton.jit
+def _is_live(terms, affine, weights, K: tl.constexpr, M: tl.constexpr):
+    """Whether any of a, b, f, e, weights is not 0 (NaN is not)."""
+    live = (affine[0] != 0.0) | (affine[2] != 0.0)
+    for k in tl.static_range(K):
+        live = live | (terms[5 * k + 3] != 0.0) | (terms[5 * k + 4] != 0.0)
+    for k in tl.static_range(M):
+        live = live | (weights[k] != 0.0)
+    return live
+
+
+@triton.jit
+def _exponential_term(x, scale, center, shift, a, b, SOFTMAX: tl.constexpr):
+    """exp(z - shift) * (a + b z); with SOFTMAX x is exp(z - shift)."""
+    if SOFTMAX:
+        z = tl.log(x) + shift
+        value = tl.where(x == 0.0, 0.0, x * (a + b * z))
+    else:
+        z = scale * x - center
+        value = tl.exp2((z - shift) * LOG2E) * (a + b * z)
+        value = tl.where(z == -float("inf"), 0.0, value)
+    return value
+
+
+@triton.jit
+def _value(
+    x, column, low, high, terms, affine, columns, weights,
+    K: tl.constexpr, M: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The row normal form of float32 x at the columns `column`, all of them in [low, high)."""
+    f, center, e = affine
+    value = tl.broadcast_to(e, x.shape)
+    for k in tl.static_range(K):
+        value += _exponential_term(
+            x, terms[5 * k], terms[5 * k + 1], terms[5 * k + 2], terms[5 * k + 3],
+            terms[5 * k + 4], SOFTMAX,
+        )  # fmt: skip
+    if f != 0.0:
+        value += f * x - center
+    for k in tl.static_range(M):
+        if (columns[k] >= low) & (columns[k] < high):
+            value += tl.where(column == columns[k], weights[k], 0.0)
+    return value
+
+
+ROW_GRAD_ARGUMENTS = [
+    "x_ptr", "out_ptr", "terms_ptr", "affine_ptr", "index_ptr", "weight_ptr", "vocab", "inner",
+    "x_outer_stride", "x_inner_stride", "x_stride",
+    "out_outer_stride", "out_inner_stride", "out_stride", "parts",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=ROW_GRAD_ARGUMENTS)
+def row_grad_kernel(
+    x_ptr,  # [N, V] bf16, fp16 or fp32, read only, or the same as out
+    out_ptr,  # [N, V] any floating dtype, written
+    terms_ptr,  # [N, K, 5] fp32, read only
+    affine_ptr,  # [N, 3] fp32, read only
+    index_ptr,  # [N, M] int64, read only
+    weight_ptr,  # [N, M] fp32, read only
+    vocab: tl.int32,
+    inner: tl.int32,
+    x_outer_stride: tl.int64,
+    x_inner_stride: tl.int64,
+    x_stride: tl.int64,
+    out_outer_stride: tl.int64,
+    out_inner_stride: tl.int64,
+    out_stride: tl.int64,
+    parts: tl.int32,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    wide_row = row.to(tl.int64)
+    terms = _scalars(terms_ptr + wide_row * (5 * K), 5 * K)
+    affine = _scalars(affine_ptr + wide_row * 3, 3)
+    columns, weights = _one_hots(index_ptr + wide_row * M, weight_ptr + wide_row * M, vocab, M)
+    live = _is_live(terms, affine, weights, K, M)
+    read = live
+    if K == 0:
+        read = live & (affine[0] != 0.0)
+    terms = _silenced(terms, live, K)
+
+    x_row = x_ptr + _row_offset(row, inner, x_outer_stride, x_inner_stride)
+    out_row = out_ptr + _row_offset(row, inner, out_outer_stride, out_inner_stride)
+    head, groups, begin, end = _cut(x_row, vocab, part, parts, LANES, VEC)
+    x_body = _body(x_row, head, VEC)
+    read_end = tl.where(read, end, 0)
+    ahead = _load_tile(x_body, begin, read_end, x_stride, DEPTH, LANES, VEC)
+    if VEC > 1:
+        lone, there = _edges(head, groups, vocab, part, LANES, VEC)
+        x = tl.load(x_row + lone, mask=there & (lone < tl.where(read, vocab, 0)), other=0.0).to(
+            tl.float32
+        )
+        ends = _value(x, lone, 0, vocab, terms, affine, columns, weights, K, M, SOFTMAX)
+        tl.store(out_row + lone, ends.to(out_ptr.dtype.element_ty), mask=there)
+
+    while begin < end:
+        group, present = _tile(begin, end, DEPTH, LANES)
+        column = head + group * VEC + tl.arange(0, VEC)[None, None, :]
+        low = head + begin * VEC
+        tile = _unpack(ahead, False)
+        begin += DEPTH * LANES
+        ahead = _load_tile(x_body, begin, read_end, x_stride, DEPTH, LANES, VEC)
+        value = _value(
+            tile, column, low, low + DEPTH * LANES * VEC, terms, affine, columns, weights,
+            K, M, SOFTMAX,
+        )  # fmt: skip
+        here = _addresses(out_row + head, group, out_stride, VEC)
+        tl.store(here, value.to(out_ptr.dtype.element_ty), mask=present)
