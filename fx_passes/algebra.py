@@ -17,6 +17,11 @@ class Refused(Exception):
     """A rule cannot express its result as a form; the message is the reason that the user reads."""
 
 
+def only_known(*forms: Form) -> None:
+    if any(form.others for form in forms):
+        raise Refused("a value that is not made from the logits is in it")
+
+
 def common_source(left: Form, right: Form) -> Node | None:
     if left.source is not None and right.source is not None and left.source is not right.source:
         raise Refused("values over two different logits meet")
@@ -33,12 +38,13 @@ def join(left: Form, right: Form) -> Form:
 def scaled(form: Form, factor: Poly) -> Form:
     """factor * W, coefficient by coefficient."""
     if factor.is_zero:
-        return form.with_(exps=(), e=ZERO, f=ZERO, hots=())
+        return form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=())
     return form.with_(
         exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b * factor, t.extent) for t in form.exps),
         e=form.e * factor,
         f=form.f * factor,
         hots=tuple(OneHot(t.index, t.weight * factor, t.extent) for t in form.hots),
+        others=tuple((node, weight * factor) for node, weight in form.others),
     )
 
 
@@ -61,7 +67,13 @@ def add(left: Form, right: Form, embedded: Container[Node] = ()) -> Form:
         raise Refused(
             f"more than {MAX_COLUMNS} different target columns of the same logits are added"
         )
-    return base.with_(exps=tuple(exps), e=left.e + right.e, f=left.f + right.f, hots=tuple(hots))
+    return base.with_(
+        exps=tuple(exps),
+        e=left.e + right.e,
+        f=left.f + right.f,
+        hots=tuple(hots),
+        others=left.others + right.others,
+    )
 
 
 def _merge_exp(exps: list[Exp], term: Exp, embedded: Container[Node]) -> None:
@@ -117,6 +129,7 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
         return scaled(left, right.e)
     if left.is_row and left.source is None:
         return scaled(right, left.e)
+    only_known(left, right)
     base = join(left, right)
     exps = _times_exps(left, right) + _times_exps(right, left) + _exps_times_exps(left, right)
     hots = [OneHot(t.index, t.weight * column(right, t.index)) for t in left.hots]

@@ -340,10 +340,15 @@ class Builder:
         if constant is not None:
             return Poly.number(constant)
         if not found.dtype.is_floating_point:
-            return Poly.atom(self.align(arg, rank) if found.ndim else arg)
-        return self.meaning(arg).map_atoms(
-            lambda atom: self.align(atom, rank) if getattr(value(atom), "ndim", 0) else atom
-        )
+            return Poly.atom(self.aligned(arg, rank))
+        return self.meaning(arg).map_atoms(lambda atom: self.aligned(atom, rank))
+
+    def aligned(self, atom: Node, rank: int) -> Node:
+        """A row scalar with `rank` dimensions; one without dimensions stays so, unless there is one row only."""
+        found = value(atom)
+        if not isinstance(found, torch.Tensor) or (found.ndim == 0 and rank != 1):
+            return atom
+        return self.align(atom, rank)
 
     def _sum_meaning(self, node: Node, sign: float) -> Poly:
         rank = len(shape_of(node))

@@ -58,7 +58,11 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Form:
-    """A full-vocabulary value; `source` is the root moved by row maps, or None where no root is involved."""
+    """A full-vocabulary value; `source` is the root moved by row maps, or None where no root is involved.
+
+    `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
+    logits): they take part in sums and scalings only.
+    """
 
     shape: tuple[Any, ...]
     vdim: int
@@ -67,20 +71,22 @@ class Form:
     e: Poly = ZERO
     f: Poly = ZERO
     hots: tuple[OneHot, ...] = ()
+    others: tuple[tuple[Node, Poly], ...] = ()
 
     @property
     def is_row(self) -> bool:
         """A row scalar spread over the vocabulary."""
-        return not self.exps and not self.hots and self.f.is_zero
+        return self.is_affine and self.f.is_zero
 
     @property
     def is_affine(self) -> bool:
-        return not self.exps and not self.hots
+        return not self.exps and not self.hots and not self.others
 
     @property
     def is_exp(self) -> bool:
         """Exponential terms and nothing else: vanishes where x is -inf."""
-        return bool(self.exps) and not self.hots and self.f.is_zero and self.e.is_zero
+        plain = self.f.is_zero and self.e.is_zero and not self.others
+        return bool(self.exps) and not self.hots and plain
 
     @property
     def is_identity(self) -> bool:

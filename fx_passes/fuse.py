@@ -128,6 +128,7 @@ def _judge(walk: Walk) -> _Verdict:
             refused[root] = f"{after} full-vocabulary values would be left of {before}"
         else:
             accepted.add(root)
+            accepted.update(ally for of, ally in walk.allies.items() if of is root)
     return _Verdict(frozenset(accepted), refused)
 
 
@@ -152,21 +153,42 @@ def _used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
 
 
 def _wide_of(walk: Walk, root: Node, live: set[Node]) -> tuple[int, int]:
-    before = {n for n in walk.env if _root(walk, n) is root and _is_wide_value(n) and n is not root}
-    leaving = {
-        n for n, new in walk.replacements.items() if _made_for(walk, new) is root and n in before
+    """Full-vocabulary values of one root before and after, gradients that leave not counted."""
+    region = [
+        n for n in _region(walk) if _root(walk, n) is root or n in _refused_over(walk, {root})
+    ]
+    leaving = _leaving(walk)
+    made = [
+        n for n, of in walk.grad_nodes.items() if of is root and n in live and not _is_backward(n)
+    ]
+    left = [n for n in region if n in live and n not in walk.replacements]
+    return len([n for n in region if n not in leaving]), len(made) + len(left)
+
+
+def _region(walk: Walk) -> set[Node]:
+    """The user's full-vocabulary values: forms, masks, and in forward what refused rules made of them."""
+    roots = walk.softmax_roots
+    refused = _refused_over(walk, roots)
+    return {
+        node
+        for node, meaning in walk.env.items()
+        if node not in roots
+        and _is_wide_value(node)
+        and (isinstance(meaning, (Form, Mask)) or (node in refused and _looks_wide(node, roots)))
     }
-    grads = {n for n, of in walk.grad_nodes.items() if of is root and n in live}
-    inside = {n for n in grads if not _is_backward(n)}
-    backward = {n for n in leaving if n.meta.get("partitioner_tag") == "is_backward"}
-    kept = {n for n in before if n in live and n not in walk.replacements}
-    return len(before - backward), len(inside) + len(kept)
 
 
-def _made_for(walk: Walk, node: Node) -> Node | None:
-    while node not in walk.grad_nodes and node.op == "call_function" and node.target in VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-    return walk.grad_nodes.get(node)
+def _refused_over(walk: Walk, roots: Iterable[Node]) -> set[Node]:
+    """Nodes that a rule refused, before the gradient left: what the user does to the gradient then is not ours."""
+    wanted = set(roots)
+    return {r.node for r in walk.refusals if r.roots & wanted and not _is_backward(r.node)}
+
+
+def _leaving(walk: Walk) -> set[Node]:
+    """The user's nodes in whose place a gradient leaves the region."""
+    return {
+        old for old, new in walk.replacements.items() if new in walk.leaves and _is_backward(old)
+    }
 
 
 def _is_backward(node: Node) -> bool:
@@ -214,14 +236,10 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
 
 def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
     graph = walk.graph
-    wide = _wide_nodes(walk)
-    before = [n for n in _live(graph, {}) if n in wide]
+    wide = _region(walk)
+    counted = wide - _leaving(walk)
+    before = [n for n in _live(graph, {}) if n in counted]
     saved_before = _saved_bytes(graph, wide)
-    leaving = {
-        old
-        for old, new in walk.replacements.items()
-        if _made_for(walk, new) is not None and _is_backward(old)
-    }
     live = _live(graph, walk.replacements)
     fused = tuple(_fused(walk, live))
     for old, new in walk.replacements.items():
@@ -234,23 +252,11 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
     return Outcome(
         fused=fused,
         rejections=rejections,
-        wide_before=len([n for n in before if n not in leaving]),
+        wide_before=len(before),
         wide_after=len(after),
         saved_bytes_before=saved_before,
         saved_bytes_after=_saved_bytes(graph, wide),
     )
-
-
-def _wide_nodes(walk: Walk) -> set[Node]:
-    """The user's full-vocabulary values, apart from the roots: forms, masks, and what refused rules made of them."""
-    roots = set(walk.softmax_roots)
-    found = set()
-    for node, meaning in walk.env.items():
-        if node in roots or not _is_wide_value(node):
-            continue
-        if isinstance(meaning, (Form, Mask)) or _looks_wide(node, roots):
-            found.add(node)
-    return found
 
 
 def _looks_wide(node: Node, roots: Iterable[Node]) -> bool:

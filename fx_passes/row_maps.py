@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra import Refused, add, scaled
+from fx_passes.algebra import Refused, add, only_known, scaled
 from fx_passes.builder import same, same_shape, shape_of, value
 from fx_passes.forms import Exp, Extent, Form, Mask, OneHot
 from fx_passes.poly import Monomial, Poly
@@ -43,6 +43,7 @@ def _moved(
     w: Walk, form: Form, shape: Sequence[Any], source: Node | None, step: Step | None, move: Any
 ) -> Form:
     """`form` over its moved `source`; `move` moves a row scalar."""
+    only_known(form)
     each = move
     if source is not None:
         assert form.source is not None
@@ -117,6 +118,7 @@ def slice_rows(
     source = None
     if form.source is not None:
         source = call(aten.slice.Tensor, form.source, dim, start, stop, step)
+        source = w.piece_of_root(form.source, dim, start, stop) or source
     key = ("slice", dim, start, stop, step)
     made = Step(form.source, key, form.vdim, move, back) if form.source is not None else None
     return _moved(w, form, shape, source, made, move)
@@ -190,6 +192,10 @@ def permute_dims(w: Walk, form: Form, shape: Sequence[Any], dims: Sequence[int])
     rank = len(form.shape)
     dims = [dim % rank for dim in dims]
     inverse = [dims.index(dim) for dim in range(rank)]
+    kept = [dim for dim in dims if not same(form.shape[dim], 1)]
+    if kept == sorted(kept):
+        sizes = _source_sizes(w, form)
+        return reshape_rows(w, form, shape, [sizes[dim] for dim in dims])
 
     def turn(node: Node, order: list[int]) -> Node:
         node = w.builder.align(node, rank)
@@ -241,6 +247,7 @@ def _embedded(
     w: Walk, form: Form, parent: Form, back: Callable[[Node], Node], extent: Extent | None
 ) -> Form:
     """`form` as a value over its parent's rows: zero in the rows that `back` fills."""
+    only_known(form)
     source = form.source
 
     def place(node: Node) -> Node:
@@ -313,9 +320,11 @@ def _parent(w: Walk, form: Form, key: tuple[Any, ...], shape: Sequence[Any], vdi
     return Form(tuple(shape), step.vdim, step.parent)
 
 
-def _write(w: Walk, node: Node, base: Form, piece: Form, key: tuple[Any, ...], vdim: int) -> Form:
+def write_rows(
+    w: Walk, base: Form, piece: Form, key: tuple[Any, ...], shape: Sequence[Any], vdim: int
+) -> Form:
     """`base` with `piece` written over the rows that the step `key` takes."""
-    parent = _parent(w, piece, key, shape_of(node), vdim)
+    parent = _parent(w, piece, key, shape, vdim)
     placed = _piece_of(w, piece, parent, key)
     if base.is_row and base.e.is_zero:
         return placed
@@ -442,7 +451,7 @@ def slice_scatter(
     if dim == piece.vdim:
         raise Refused("a part of the vocabulary is written")
     start, stop = _bounds(base.shape[dim], start, end)
-    return _write(w, node, base, piece, ("slice", dim, start, stop, step), piece.vdim)
+    return write_rows(w, base, piece, ("slice", dim, start, stop, step), shape_of(node), piece.vdim)
 
 
 def select_scatter(w: Walk, node: Node, base: Any, piece: Any, dim: int, index: Any) -> Value:
@@ -453,7 +462,7 @@ def select_scatter(w: Walk, node: Node, base: Any, piece: Any, dim: int, index: 
         raise Refused("a row is written at a place that is not fixed")
     size = base.shape[dim]
     index = index + size if index < 0 and isinstance(size, int) else index
-    return _write(w, node, base, piece, ("select", dim, index), vdim)
+    return write_rows(w, base, piece, ("select", dim, index), shape_of(node), vdim)
 
 
 def cat(w: Walk, node: Node, pieces: Sequence[Any], dim: int = 0) -> Value:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra import Refused, add, product, scaled
+from fx_passes.algebra import Refused, add, only_known, product, scaled
 from fx_passes.builder import RESHAPES, is_float_tensor, same, shape_of, value
 from fx_passes.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.poly import ONE, ZERO, Poly
-from fx_passes.row_maps import ROW_MAPS, is_iota, roll
+from fx_passes.row_maps import ROW_MAPS, is_iota, permute_dims, roll, slice_rows, write_rows
 from fx_passes.walk import CREATORS, Value, Walk
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def same_value(w: Walk, node: Node, form: Any, *_: Any, **__: Any) -> Value:
 
 def cast(w: Walk, node: Node, form: Any, *_: Any, **__: Any) -> Value:
     if isinstance(form, Mask):
-        return _mask_form(form) if is_float_tensor(node) else None
+        return _mask_form(form)
     if not is_float_tensor(node):
         raise Refused("a full-vocabulary value is cast to integers")
     return form
@@ -98,9 +98,27 @@ def neg(w: Walk, node: Node, form: Form) -> Value:
     return scaled(form, Poly.number(-1.0))
 
 
+def _unknown_beside(w: Walk, node: Node, left: Any, right: Any) -> tuple[Any, Any]:
+    """A gradient that meets a value of no known form (the gradient of another use of the logits) carries it along."""
+    for gradient, other in ((left, right), (right, left)):
+        if not isinstance(gradient, Form) or gradient.is_affine or gradient.source is None:
+            continue
+        if isinstance(other, Form) and other.is_identity and other.source is not gradient.source:
+            other = other.source
+        if (
+            isinstance(other, Node)
+            and is_float_tensor(other)
+            and all(map(same, gradient.shape, shape_of(other)))
+        ):
+            known = Form(gradient.shape, gradient.vdim, others=((other, ONE),))
+            return (left, known) if gradient is left else (known, right)
+    return left, right
+
+
 def plus(sign: float) -> Callable[..., Value]:
     def rule(w: Walk, node: Node, left: Any, right: Any, alpha: Any = 1) -> Value:
         _only_forms(left, right)
+        left, right = _unknown_beside(w, node, left, right)
         one, two = _pair(w, node, left, right)
         return add(one, scaled(two, Poly.number(sign * alpha)), w.builder.embedded)
 
@@ -459,18 +477,30 @@ def _then_rows(
 
 def row_sum(w: Walk, form: Form) -> tuple[Poly, str]:
     """sum_v W: exponentials by their statistics, the affine part by the total, columns by their weights."""
+    only_known(form)
     total, label = ZERO, "row value"
     for term in form.exps:
         total += _exp_sum(w, form, term)
         label = "entropy or expected value" if not term.b.is_zero else "normaliser"
-    if not form.f.is_zero:
-        stats = w.stats(form, form.f)
-        total += stats.total + stats.max * _vocabulary(w, form)
-    if not form.e.is_zero:
-        total += form.e * _vocabulary(w, form)
+    total += _affine_sum(w, form)
     for hot in form.hots:
         total += _columns_sum(w, form, hot)
     return total, label
+
+
+def _affine_sum(w: Walk, form: Form) -> Poly:
+    """sum_v (e + f x): by the statistics where e takes the maximum away again, else by a plain sum of the logits."""
+    rows = form.e * w.vocabulary(form) if not form.e.is_zero else ZERO
+    if form.f.is_zero:
+        return rows
+    if not form.e.is_zero:
+        total = w.total(form)
+        result = rows + total
+        if len(result.terms) < len(rows.terms) + len(total.terms):
+            return result
+    dtype = w.dtype_of(form.source)
+    plain = w.builder.call(aten.sum.dim_IntList, form.source, [form.vdim], True, dtype=dtype)
+    return Poly.atom(plain) * form.f + rows
 
 
 def _exp_sum(w: Walk, form: Form, term: Exp) -> Poly:
@@ -478,7 +508,7 @@ def _exp_sum(w: Walk, form: Form, term: Exp) -> Poly:
     stats = w.stats(form, term.scale)
     w.softmax_roots.add(w.root_of[form.source])  # type: ignore[index]
     weighted = term.a + term.b * (stats.mean + stats.max)
-    exponent = stats.max + stats.log_sum - term.shift
+    exponent = (stats.max - term.shift) + stats.log_sum
     if exponent.is_zero:
         return weighted
     assert form.source is not None
@@ -490,16 +520,6 @@ def _exp_sum(w: Walk, form: Form, term: Exp) -> Poly:
     zero = w.builder.emit_node(ZERO, dtype, form.source)
     value_ = w.builder.emit_node(Poly.atom(mass) * weighted, dtype, form.source)
     return Poly.atom(w.builder.call(aten.where.self, null, zero, value_))
-
-
-def _vocabulary(w: Walk, form: Form) -> Poly:
-    size = form.shape[form.vdim]
-    if isinstance(size, int):
-        return Poly.number(float(size))
-    found = (
-        w.builder.size(form.source, form.vdim) if form.source is not None else w.known_size(size)
-    )
-    return Poly.atom(found) if isinstance(found, Node) else Poly.number(float(found))
 
 
 def _columns_sum(w: Walk, form: Form, hot: OneHot) -> Poly:
@@ -567,6 +587,27 @@ def getitem(w: Walk, node: Node, items: Any, at: int) -> Value:
 # -- columns ------------------------------------------------------------------------------------------
 
 
+def bmm(w: Walk, node: Node, left: Any, right: Any) -> Value:
+    """[N, 1, V] @ [N, V, 1]: a sum over the vocabulary; [N, V, 1] @ [N, 1, 1] and its mirror: times a row scalar."""
+    _only_forms(left, right)
+    if isinstance(left, Form) and isinstance(right, Form):
+        if not (
+            left.vdim == 2
+            and right.vdim == 1
+            and same(left.shape[1], 1)
+            and same(right.shape[2], 1)
+        ):
+            raise Refused("a matrix product with full-vocabulary values")
+        turned = permute_dims(w, right, (right.shape[0], 1, right.shape[1]), [0, 2, 1])
+        poly, label = row_sum(w, normal(w, product(left, turned, w.column)))
+        return w.row_result(node, poly, label, left, keepdim=True)
+    form, other = (left, right) if isinstance(left, Form) else (right, left)
+    rows = shape_of(other) if isinstance(other, Node) else ()
+    if len(rows) != 3 or not (same(rows[1], 1) and same(rows[2], 1)):
+        raise Refused("a matrix product with full-vocabulary values")
+    return normal(w, scaled(form, w.operand(other, form)))
+
+
 def _index(w: Walk, form: Form, index: Any) -> tuple[Node, ...]:
     if not isinstance(index, Node) or not isinstance(value(index), torch.Tensor):
         raise Refused("columns that are chosen by a full-vocabulary value")
@@ -579,8 +620,7 @@ def gather(
     _only_forms(form)
     if dim % len(form.shape) != form.vdim or not isinstance(index, Node):
         raise Refused("a gather over another dimension than the vocabulary")
-    if not _covers_rows(form, shape_of(index)):
-        raise Refused("a gather from only some of the rows")
+    form = _first_rows(w, form, w.builder.sizes(index))
     poly = w.column(form, _index(w, form, index))
     return _columns_result(w, node, poly, form, shape_of(node), w.builder.sizes(index))
 
@@ -591,6 +631,18 @@ def _covers_rows(form: Form, shape: Sequence[Any]) -> bool:
         at == form.vdim or same(size, whole)
         for at, (size, whole) in enumerate(zip(shape, form.shape, strict=True))
     )
+
+
+def _first_rows(w: Walk, form: Form, sizes: Sequence[Any]) -> Form:
+    """The rows that an index names: all, or the first of a dimension."""
+    if len(sizes) != len(form.shape):
+        raise Refused("an index of another rank than the logits")
+    for dim, size in enumerate(sizes):
+        if dim != form.vdim and not same(size, form.shape[dim]):
+            whole = list(form.shape)
+            whole[dim] = value(size)
+            form = slice_rows(w, form, whole, dim, 0, size, 1)
+    return form
 
 
 def _columns_result(
@@ -609,16 +661,15 @@ def _columns_result(
     return w.replace(node, made, label, form)
 
 
-def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> Node:
-    """[iota, ..., index]: one column per row; the index with the form's rank."""
-    rank = len(form.shape)
+def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> tuple[Form, Node]:
+    """[iota, ..., index]: one column of the first rows; those rows, and the index with the form's rank."""
+    lead = len(form.shape) - 1
     if (
-        len(indices) != rank
-        or form.vdim != rank - 1
+        len(indices) != lead + 1
+        or form.vdim != lead
         or any(not isinstance(i, Node) for i in indices)
     ):
         raise Refused("the logits are indexed by something else than row number and column")
-    lead = rank - 1
     column = indices[-1]
     if len(shape_of(column)) != lead:
         raise Refused("the logits are indexed by something else than row number and column")
@@ -629,10 +680,11 @@ def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> Node:
         if (
             not is_iota(rows)
             or along not in ([place], [])
-            or not same(shape[place], form.shape[dim])
+            or not same(shape[place], shape_of(column)[dim])
         ):
             raise Refused("the logits are indexed by something else than row number and column")
-    return w.builder.call(aten.unsqueeze.default, column, lead)
+    wanted = [*w.builder.sizes(column), 1]
+    return _first_rows(w, form, wanted), w.builder.call(aten.unsqueeze.default, column, lead)
 
 
 def index(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
@@ -641,7 +693,7 @@ def index(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
         raise Refused("a value is indexed with full-vocabulary values")
     if sum(i is not None for i in indices) == 1:
         return roll(w, node, form, indices)
-    column = _row_and_column(w, form, indices)
+    form, column = _row_and_column(w, form, indices)
     poly = w.column(form, (column,))
     return _columns_made(w, node, poly, form, column)
 
@@ -700,13 +752,25 @@ def index_put(
         raise Refused("a full-vocabulary value is written by index")
     if form.is_row and not form.e.atoms():
         form = form.with_(vdim=len(form.shape) - 1)
-    column = _row_and_column(w, form, indices)
+    picked, column = _row_and_column(w, form, indices)
     if isinstance(values, Node) and value(values).ndim:
         values = w.builder.call(aten.unsqueeze.default, values, len(shape_of(values)))
     weight = w.builder.operand(values, len(form.shape))
     if weight is None:
         raise Refused("a full-vocabulary value is written by index")
-    return _with_column(w, form, column, weight, accumulate)
+    written = _with_column(w, picked, column, weight, accumulate)
+    return _put_back(w, form, written)
+
+
+def _put_back(w: Walk, form: Form, rows: Form) -> Form:
+    """`form` with its first rows replaced by `rows`."""
+    short = [dim for dim in range(form.vdim) if not same(rows.shape[dim], form.shape[dim])]
+    if not short:
+        return rows
+    if len(short) > 1 or form.source is not None or not isinstance(rows.shape[short[0]], int):
+        raise Refused("some of the rows are written by index")
+    key = ("slice", short[0], 0, rows.shape[short[0]], 1)
+    return write_rows(w, form, rows, key, form.shape, form.vdim)
 
 
 # -- values that start full-vocabulary ----------------------------------------------------------------
@@ -716,7 +780,7 @@ def filled(w: Walk, node: Node, sizes: Any, fill: Any = 0, *_: Any, **__: Any) -
     """full, zeros: a constant in every element, of no logits yet."""
     shape = shape_of(node)
     found = w.builder.operand(fill, 0)
-    if not is_float_tensor(node) or len(shape) < 1 or found is None:
+    if len(shape) < 1 or found is None:
         return None
     wide = [dim for dim, size in enumerate(shape) if w.is_vocabulary(size)]
     if not wide:
@@ -726,7 +790,7 @@ def filled(w: Walk, node: Node, sizes: Any, fill: Any = 0, *_: Any, **__: Any) -
 
 def full_like(w: Walk, node: Node, like: Any, fill: Any = 0, *_: Any, **__: Any) -> Value:
     found = w.builder.operand(fill, 0)
-    if not isinstance(like, Form) or not is_float_tensor(node) or found is None:
+    if not isinstance(like, Form) or found is None:
         raise Refused("a constant of another type")
     return Form(like.shape, like.vdim, e=found)
 
@@ -807,6 +871,7 @@ RULES: dict[Any, Callable[..., Value]] = {
     aten.mean.dim: mean,
     aten.mean.default: mean,
     operator.getitem: getitem,
+    aten.bmm.default: bmm,
     # one column per row
     aten.gather.default: gather,
     aten.index.Tensor: index,

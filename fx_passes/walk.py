@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra import Refused
+from fx_passes.algebra import Refused, only_known
 from fx_passes.builder import RESHAPES, Builder, is_float_tensor, same, shape_of, value
 from fx_passes.forms import Exp, Form, Mask
 from fx_passes.outcome import FuseConfig
@@ -85,6 +85,8 @@ class Walk:
         self.masses: dict[Node, Poly] = {}
         self.refusals: list[Refusal] = []
         self.stats_nodes: dict[Node, Node] = {}
+        self.leaves: dict[Node, Node] = {}
+        self.allies: dict[Node, Node] = {}
         self.grad_nodes: dict[Node, Node] = {}
         self._stats: dict[Any, Stats] = {}
         self._moved_from: dict[tuple[Node, Node], Node] = {}
@@ -185,11 +187,19 @@ class Walk:
             self._keep_operands(node)
             return
         self.kept.add(node)
-        if isinstance(found, Form) and found.exps and node.target not in PASS_THROUGH:
+        if isinstance(found, Form) and self._is_made(found) and node.target not in PASS_THROUGH:
             self.builder.origin = node
-            self.replacements[node] = self.row_grad(found, value(node).dtype)
+            made = self.row_grad(found, value(node).dtype)
+            self.leaves[made] = self.root_of[found.source]  # type: ignore[index]
+            self.replacements[node] = made
             return
         self._keep_operands(node)
+
+    @staticmethod
+    def _is_made(form: Form) -> bool:
+        """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
+        vanishes = form.is_row and form.e.is_zero and form.source is not None
+        return bool(form.exps) or vanishes
 
     # -- row scalars -----------------------------------------------------------------------------
 
@@ -253,6 +263,29 @@ class Walk:
         return self.builder.known_sizes[expr]
 
     # -- statistics ------------------------------------------------------------------------------
+
+    def total(self, form: Form) -> Poly:
+        """sum_v (f x - max(f x)) + V max(f x), by statistics of any multiple of f that are there already."""
+        assert form.source is not None
+        for (source, scale), stats in self._stats.items():
+            inverse = scale.inverse()
+            ratio = (form.f * inverse).as_number() if inverse is not None else None
+            if source is form.source and ratio:
+                return (stats.total + stats.max * self.vocabulary(form)) * Poly.number(ratio)
+        stats = self.stats(form, form.f)
+        return stats.total + stats.max * self.vocabulary(form)
+
+    def vocabulary(self, form: Form) -> Poly:
+        """V, as a number or the node that computes it."""
+        size = form.shape[form.vdim]
+        if isinstance(size, int):
+            return Poly.number(float(size))
+        found = (
+            self.known_size(size)
+            if form.source is None
+            else self.builder.size(form.source, form.vdim)
+        )
+        return Poly.atom(found) if isinstance(found, Node) else Poly.number(float(found))
 
     def stats(self, form: Form, scale: Poly) -> Stats:
         """Row statistics of `scale * x` for the form's source, on the highest ancestor that has the scale."""
@@ -323,6 +356,7 @@ class Walk:
 
     def column(self, form: Form, index: tuple[Node, ...]) -> Poly:
         """W at one column (or K columns) per row: a gather from the source, and arithmetic."""
+        only_known(form)
         result = ZERO
         dtype = self.dtype_of(form.source)
         chosen = self.index_node(index)
@@ -394,6 +428,28 @@ class Walk:
 
     # -- row maps --------------------------------------------------------------------------------
 
+    def piece_of_root(self, source: Node, dim: int, start: Any, stop: Any) -> Node | None:
+        """What a root that the user joined (`cat`) has in these rows: the source that was joined there."""
+        if (
+            source in self.steps
+            or source.target is not aten.cat.default
+            or not isinstance(stop, int)
+        ):
+            return None
+        along = source.args[1] if len(source.args) > 1 else 0
+        if not isinstance(along, int) or along % len(shape_of(source)) != dim:
+            return None
+        at = 0
+        for piece in source.args[0]:  # type: ignore[union-attr]
+            found, size = self.env.get(piece), shape_of(piece)[dim]  # type: ignore[arg-type]
+            if not isinstance(size, int):
+                return None
+            if (at, at + size) == (start, stop) and isinstance(found, Form) and found.is_identity:
+                self.allies[source] = self.root_of[found.source]  # type: ignore[index]
+                return found.source
+            at += size
+        return None
+
     def moved(self, source: Node, atom: Node) -> Node:
         """A row scalar of the parent of `source`, moved as the rows were."""
         found = value(atom)
@@ -437,10 +493,14 @@ class Walk:
             "",
         )
         self.grad_nodes[node] = self.root_of[form.source]
-        if order is None:
-            return node
-        back = [order.index(dim) for dim in range(rank)]
-        return self.builder.call(aten.permute.default, node, back)
+        if order is not None:
+            back = [order.index(dim) for dim in range(rank)]
+            node = self.builder.call(aten.permute.default, node, back)
+        for other, weight in form.others:
+            factor = self.builder.emit(weight, dtype)
+            term = other if factor == 1 else self.builder.call(aten.mul.Tensor, other, factor)
+            node = self.builder.call(aten.add.Tensor, node, term)
+        return self.builder.cast(node, dtype)
 
 
 class _Packer:
@@ -471,7 +531,16 @@ class _Packer:
     def joined(self, cells: Sequence[Node]) -> Node:
         return self.builder.call(aten.cat.default, list(cells), -1)
 
+    def empty(self, *columns: int, dtype: torch.dtype | None = None) -> Node:
+        """`[..., *columns]` with no elements."""
+        dtype, device = dtype or self.dtype, value(self.form.source).device
+        sizes = [*self.builder.sizes(self.cell(ZERO))[:-1], *columns]
+        options = {"layout": torch.strided, "device": device, "pin_memory": False}
+        return self.builder.call(aten.full.default, sizes, 0, dtype=dtype, **options)
+
     def terms(self) -> Node:
+        if not self.form.exps:
+            return self.empty(0, 5)
         cells = [self.cell(poly) for term in self.form.exps for poly in self._coefficients(term)]
         packed = self.joined(cells)
         return self.builder.reshape(
@@ -492,17 +561,7 @@ class _Packer:
         """index and weight `[..., M]`."""
         vdim, hots = self.form.vdim, self.form.hots
         if not hots:
-            assert self.form.source is not None
-            empty = [*self.builder.sizes(self.cell(ZERO))[:-1], 0]
-            options = {
-                "layout": torch.strided,
-                "device": value(self.form.source).device,
-                "pin_memory": False,
-            }
-            index = self.builder.call(aten.full.default, empty, 0, dtype=torch.int64, **options)
-            return index, self.builder.call(
-                aten.full.default, empty, 0.0, dtype=self.dtype, **options
-            )
+            return self.empty(0, dtype=torch.int64), self.empty(0)
         indices, weights = [], []
         for hot in hots:
             index = self.walk.index_node(hot.index)
