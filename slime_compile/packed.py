@@ -21,7 +21,10 @@ from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from slime_compile.eager import log_probs_and_entropy
 
 Format = Literal["thd", "bshd"]
 ContextParallel = Literal["none", "zigzag", "all_gather"]
@@ -298,39 +301,32 @@ def join_responses(values: Sequence[Tensor], packing: Packing, *, fill: float = 
     return joined
 
 
-def row_temperature(
-    temperature: float | Sequence[float], packing: Packing, logits: Tensor
-) -> float | Tensor:
-    """What to divide each row's logits by: one number as it is, one per sample as a column over the
-    rows.
+def row_temperature(temperatures: Sequence[float], packing: Packing, logits: Tensor) -> Tensor:
+    """Each row's temperature, from one per sample: rows are divided by `result.unsqueeze(-1)`.
 
     Args:
-        temperature: of the rollout, above 0; a sequence has one per sample.
+        temperatures: of the rollout, per sample, above 0.
         packing: where the samples lie.
         logits: floating, what will be divided: gives device and dtype.
 
     Returns:
-        The number, or `[packing.local_rows, 1]`, 1 for padding, float64 for float64 logits and
-        float32 otherwise.
+        `[packing.local_rows]`, 1 for padding; float64 for float64 logits and float32 otherwise.
 
     Raises:
         ValueError: a temperature that is not above 0, or not one per sample.
     """
-    each = [temperature] if isinstance(temperature, int | float) else list(temperature)
-    if not all(value > 0 for value in each):
-        raise ValueError(f"`temperature` must be above 0, got {temperature}")
-    if isinstance(temperature, int | float):
-        return temperature
-    if len(each) != len(packing.total_lengths):
+    if len(temperatures) != len(packing.total_lengths):
         raise ValueError(
-            f"`temperature` must be one number or {len(packing.total_lengths)}, one per sample, "
-            f"got {len(each)}"
+            f"`temperatures` must have {len(packing.total_lengths)} entries, one per sample, "
+            f"got {len(temperatures)}"
         )
+    if not all(value > 0 for value in temperatures):
+        raise ValueError(f"`temperatures` must be above 0, got {list(temperatures)}")
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    column = torch.ones(packing.local_rows, dtype=dtype)
+    rows = torch.ones(packing.local_rows, dtype=dtype)
     for sample, row, _, length in packing._segments():
-        column[row : row + length] = each[sample]
-    return column.unsqueeze(-1).to(logits.device)
+        rows[row : row + length] = temperatures[sample]
+    return rows.to(logits.device)
 
 
 def flatten_logits(logits: Tensor, packing: Packing) -> Tensor:
@@ -351,6 +347,55 @@ def flatten_logits(logits: Tensor, packing: Packing) -> Tensor:
             f"got {list(logits.shape)}"
         )
     return logits.reshape(packing.local_rows, logits.shape[-1])
+
+
+def packed_log_probs(
+    logits: Tensor,
+    tokens: Sequence[Tensor],
+    packing: Packing,
+    *,
+    temperature: float | Sequence[float] = 1.0,
+    with_entropy: bool = True,
+    entropy_grad: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Log-probs and entropies of each sample's response tokens, in one pass over all logits.
+
+    For eager callers. It holds the logits and, in the backward, their gradient. In a function that
+    is compiled for many micro-batches, compile what goes from rows and `shifted_targets` to a loss,
+    and leave the samples' lengths outside.
+
+    Args:
+        logits: `[1, T, V]` or `[T, V]` (`"thd"`), `[B, S, V]` (`"bshd"`); any floating dtype. With a
+            `group`, this rank's columns of them.
+        tokens: per sample, `[total_length]` integer, see `shifted_targets`.
+        packing: where the samples lie.
+        temperature: what logits are divided by, one number or one per sample.
+        with_entropy: whether to return the entropies.
+        entropy_grad: whether the entropies carry a gradient.
+        group: tensor-parallel group over which the vocabulary is sharded, equally.
+
+    Returns:
+        Log-probs and entropies (or None), per sample `[response rows on this rank]`, float32
+        (float64 for float64 logits). Under `"all_gather"` what `redistribute_to_zigzag` takes.
+
+    Raises:
+        ValueError: arguments that do not agree with `packing`.
+    """
+    target = shifted_targets(tokens, packing)
+    rows = flatten_logits(logits, packing)
+    log_probs, entropy = log_probs_and_entropy(
+        rows,
+        target,
+        group=group,
+        temperature=temperature
+        if isinstance(temperature, int | float)
+        else row_temperature(temperature, packing, rows),
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+    )
+    per_sample = split_responses(log_probs, packing)
+    return per_sample, None if entropy is None else split_responses(entropy, packing)
 
 
 def _check_rows(name: str, values: Tensor, packing: Packing) -> None:

@@ -281,14 +281,19 @@ def _checked_group(packing: Packing, group: dist.ProcessGroup | None) -> dist.Pr
     return group
 
 
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where `group` can reduce a tensor: the current GPU for NCCL, else the CPU."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _device(values: Values, group: dist.ProcessGroup) -> torch.device:
     for listed in values.values():
         for value in listed or ():
             if value is not None:
                 return value.device
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return group_device(group)
 
 
 def _problem(values: Values, plan: _Plan, packing: Packing, group: dist.ProcessGroup) -> str | None:

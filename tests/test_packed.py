@@ -14,6 +14,7 @@ from slime_compile.packed import (
     Packing,
     flatten_logits,
     join_responses,
+    packed_log_probs,
     response_slices,
     row_temperature,
     shifted_targets,
@@ -191,11 +192,8 @@ def test_log_probs_of_all_rows_at_once(
         ]
         logits = torch.stack(rows).requires_grad_()
         shaped = logits.view(len(totals), -1, VOCAB) if format == "bshd" else logits[None]
-        scaled = flatten_logits(shaped, here) / row_temperature(temperature, here, logits)
-        target = shifted_targets(tokens, here)
-        log_probs = scaled.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
-        samples = split_responses(log_probs, here)
-        loss = log_probs.new_zeros(())
+        samples, _ = packed_log_probs(shaped, tokens, here, temperature=temperature)
+        loss = logits.new_zeros(())
         for sample, parts in enumerate(response_slices(here)):
             places_here = [i for p in parts for i in range(p.response.start, p.response.stop)]
             got[sample][places_here] = samples[sample].detach()
@@ -289,7 +287,33 @@ def test_bad_tensors() -> None:
     padded = Packing([4, 3], [2, 1], format="bshd", padded_length=6)
     with pytest.raises(ValueError, match=r"must have shape \[2, 6, 'V'\] or \[12, V\], got \[3, 4"):
         flatten_logits(torch.zeros(3, 4, VOCAB), padded)
-    with pytest.raises(ValueError, match="must be above 0, got 0"):
-        row_temperature(0.0, packing, torch.zeros(7, VOCAB))
-    with pytest.raises(ValueError, match="one number or 2, one per sample, got 1"):
-        row_temperature([1.0], packing, torch.zeros(7, VOCAB))
+    rows = torch.zeros(7, VOCAB)
+    with pytest.raises(ValueError, match=r"must be above 0, got \[1.0, 0.0\]"):
+        row_temperature([1.0, 0.0], packing, rows)
+    with pytest.raises(ValueError, match="must have 2 entries, one per sample, got 1"):
+        row_temperature([1.0], packing, rows)
+
+
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_entropy(entropy_grad: bool) -> None:
+    packing = Packing([9, 6], [4, 3], context_parallel="zigzag", cp_rank=1, cp_size=2)
+    logits = torch.randn(packing.local_rows, VOCAB, dtype=torch.float64, requires_grad=True)
+    tokens = [torch.zeros(t, dtype=torch.int64) for t in packing.total_lengths]
+    _, entropy = packed_log_probs(
+        logits, tokens, packing, temperature=0.5, entropy_grad=entropy_grad
+    )
+    scaled = logits / 0.5
+    per_row = -(scaled.softmax(-1) * scaled.log_softmax(-1)).sum(-1)
+    assert entropy is not None
+    for got, expected in zip(entropy, split_responses(per_row, packing), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
+        assert got.requires_grad == entropy_grad
+    assert packed_log_probs(logits, tokens, packing, with_entropy=False)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_temperature(dtype: torch.dtype) -> None:
+    packing = Packing([3, 2], [1, 1], rows=7)
+    rows = row_temperature([0.5, 2.0], packing, torch.zeros(7, VOCAB, dtype=dtype))
+    assert rows.tolist() == [0.5, 0.5, 0.5, 2.0, 2.0, 1.0, 1.0]
+    assert rows.dtype == torch.float32

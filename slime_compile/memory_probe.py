@@ -1,0 +1,283 @@
+"""One line of log per training step: where its memory peaked, for how many tokens of how large a
+vocabulary.
+
+Entry point: `memory_probe`, off unless `SLIME_MEM_PROBE` is set (or `enabled=True`), and then one
+look at the environment. On CUDA the numbers are the allocator's, and a probe within a probe is
+measured too. On the CPU, where torch keeps no peak, they are the profiler's memory events: good for
+small runs, not free.
+
+Not handled: memory that torch does not allocate (NCCL's buffers, CUDA's context), apart from the
+host's resident set.
+"""
+
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+ENVIRONMENT = "SLIME_MEM_PROBE"
+_OFF_WORDS = ("", "0", "false", "off", "no")
+_GIB = 2**30
+
+_autograd: Any = torch.autograd  # what is used of it is not in its type stubs
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """What one step took. Sizes in bytes; None where the device does not tell.
+
+    Attributes:
+        name: the step's.
+        device: where its tensors were.
+        peak_allocated: most bytes of tensors at one time. On the CPU: of those allocated in the
+            step.
+        allocated_before: bytes of tensors when the step began. None on the CPU.
+        peak_reserved: most bytes that the allocator held. None on the CPU.
+        host_rss: resident set of the process when the step ended.
+        host_rss_peak: largest resident set of the process until then, of this and earlier steps.
+        tokens: rows of logits in the step, if the trainer said.
+        vocab: columns of the logits, if the trainer said.
+        error: the type of the exception that ended the step, or "".
+    """
+
+    name: str
+    device: torch.device
+    peak_allocated: int | None
+    allocated_before: int | None
+    peak_reserved: int | None
+    host_rss: int
+    host_rss_peak: int
+    tokens: int | None
+    vocab: int | None
+    error: str
+
+    def __str__(self) -> str:
+        parts = [
+            f"peak allocated {_gib(self.peak_allocated)}",
+            f"before {_gib(self.allocated_before)}",
+            f"peak reserved {_gib(self.peak_reserved)}",
+            f"host RSS {_gib(self.host_rss)} (peak {_gib(self.host_rss_peak)})",
+            f"tokens {'?' if self.tokens is None else self.tokens}",
+            f"vocabulary {'?' if self.vocab is None else self.vocab}",
+        ]
+        ended = f", ended with {self.error}" if self.error else ""
+        return f"memory {self.name} on {self.device}: {', '.join(parts)}{ended}"
+
+
+def _gib(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / _GIB:.3f} GiB"
+
+
+class Probe(Protocol):
+    """What `with memory_probe(...) as probe` gives."""
+
+    record: MemoryRecord | None  # after the step; None while it runs and where the probe is off
+
+    def saw(self, logits: Tensor) -> None:
+        """Counts the rows of `[..., V]` logits as tokens of the step."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def memory_probe(
+    name: str,
+    *,
+    tokens: int | None = None,
+    vocab: int | None = None,
+    device: torch.device | str | None = None,
+    enabled: bool | None = None,
+    log: Callable[[str], None] = _logger.info,
+) -> Probe:
+    """A context manager that logs the memory of what runs in it, also where that raises.
+
+    Args:
+        name: of the step, for the log.
+        tokens: rows of the step's logits; or say it inside, with `probe.saw(logits)`.
+        vocab: columns of the logits; or likewise.
+        device: whose memory; by default the current CUDA device, or the CPU without one.
+        enabled: None asks the environment: on if `SLIME_MEM_PROBE` is set to anything but 0, false,
+            no or off.
+        log: takes the line.
+
+    Returns:
+        The probe; its `record` holds the numbers afterwards.
+
+    Example:
+        >>> with memory_probe("actor_train") as probe:
+        ...     logits = model(batch)
+        ...     probe.saw(logits)
+        ...     loss_fn(logits, batch).backward()
+    """
+    if enabled is None:
+        enabled = os.environ.get(ENVIRONMENT, "").strip().lower() not in _OFF_WORDS
+    if not enabled:
+        return _OFF
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    meter = _CudaMeter(where) if where.type == "cuda" else _CpuMeter()
+    return _MemoryProbe(name, tokens, vocab, where, meter, log)
+
+
+class _Off:
+    record: MemoryRecord | None = None
+
+    def saw(self, logits: Tensor) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+_OFF = _Off()
+
+
+class _MemoryProbe:
+    def __init__(
+        self,
+        name: str,
+        tokens: int | None,
+        vocab: int | None,
+        device: torch.device,
+        meter: "_CudaMeter | _CpuMeter",
+        log: Callable[[str], None],
+    ) -> None:
+        self.record: MemoryRecord | None = None
+        self._name = name
+        self._tokens = tokens
+        self._vocab = vocab
+        self._device = device
+        self._meter = meter
+        self._log = log
+
+    def saw(self, logits: Tensor) -> None:
+        self._tokens = (self._tokens or 0) + logits[..., 0].numel()
+        self._vocab = logits.shape[-1]
+
+    def __enter__(self) -> Self:
+        self._meter.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._meter.stop()
+        host_rss = _host_rss()
+        self.record = MemoryRecord(
+            name=self._name,
+            device=self._device,
+            peak_allocated=self._meter.peak_allocated,
+            allocated_before=self._meter.allocated_before,
+            peak_reserved=self._meter.peak_reserved,
+            host_rss=host_rss,
+            host_rss_peak=max(host_rss, _host_rss_peak()),  # the system's is updated late
+            tokens=self._tokens,
+            vocab=self._vocab,
+            error="" if kind is None else kind.__name__,
+        )
+        self._log(str(self.record))
+
+
+class _CudaMeter:
+    """The allocator's peaks. They are one per device, so probes that are open share what they see."""
+
+    _open: ClassVar[list["_CudaMeter"]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_allocated: int | None = 0
+        self.allocated_before: int | None = None
+        self.peak_reserved: int | None = 0
+
+    def start(self) -> None:
+        self._share()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        self._open.append(self)
+
+    def stop(self) -> None:
+        self._share()
+        self._open.remove(self)
+
+    def _share(self) -> None:
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        for meter in self._open:
+            if meter.device == self.device:
+                meter.peak_allocated = max(meter.peak_allocated or 0, allocated)
+                meter.peak_reserved = max(meter.peak_reserved or 0, reserved)
+
+
+class _CpuMeter:
+    """The profiler's memory events. There is one profiler: none is left within another's run."""
+
+    allocated_before: int | None = None
+    peak_reserved: int | None = None
+
+    def __init__(self) -> None:
+        self.peak_allocated: int | None = None
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        if _autograd._profiler_enabled():
+            return
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,
+        )
+        self._profile.__enter__()
+
+    def stop(self) -> None:
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        profiler: Any = self._profile.profiler
+        changes = [
+            (event.start_ns(), event.nbytes())
+            for event in profiler.kineto_results.events()
+            if event.name() == "[memory]" and event.device_type() == _autograd.DeviceType.CPU
+        ]
+        held = peak = 0
+        for _, size in sorted(changes, key=lambda change: change[0]):
+            held += size
+            peak = max(peak, held)
+        self.peak_allocated = peak
+        self._profile = None
+
+
+def _host_rss() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return _host_rss_peak()
+
+
+def _host_rss_peak() -> int:
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
