@@ -10,7 +10,8 @@ A root may be overwritten if nobody can see it afterwards:
     made in this graph            and neither an output nor an alias of one
     the caller's own tensor       if `consume_logits`; never a leaf, never returned, never one of several wide inputs
 
-and if, in this graph, no alias of it is read later and the gradient has its dtype and strides. The check is by storage
+and if, in this graph, no alias of it is read later and the gradient has its dtype and strides (see NOTE [Readers of
+the logits must be kernels of their own]). The check is by storage
 and by the operators' own alias declarations; that a user wrote `clone()` proves nothing.
 """
 
@@ -111,7 +112,7 @@ def _check(graph: Graph, node: Node, donated: set[Node], consume_logits: bool) -
     assert isinstance(x, Node), node
     aliases = _Aliases(graph)
     _check_layout(x, node)
-    _check_later_reads(graph, aliases, x, node)
+    _check_readers(graph, aliases, x, node)
     _check_owner(graph, aliases, x, donated, consume_logits)
 
 
@@ -141,17 +142,60 @@ def _non_overlapping(value: torch.Tensor) -> bool:
     return True
 
 
-def _check_later_reads(graph: Graph, aliases: "_Aliases", x: Node, node: Node) -> None:
+# NOTE [Readers of the logits must be kernels of their own]
+# Inductor does not compute an element-wise reader where it stands in the graph but where its result is needed, and it
+# does not see that a custom operator writes over what is read (torch 2.13: tanh of the logits, used after `row_grad_`,
+# came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by `row_grad_` alone.
+
+_KERNELS = {
+    torch.ops.slime_fused.row_stats.default,
+    torch.ops.slime_fused.row_grad.default,
+    torch.ops.slime_fused.row_grad_.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+}
+
+
+def _check_readers(graph: Graph, aliases: "_Aliases", x: Node, node: Node) -> None:
     root = aliases.root(x)
     order = {n: i for i, n in enumerate(graph.nodes)}
+    before = _ancestors(node)
     for alias in aliases.members(root):
         if alias is not x and alias in node.all_input_nodes:
             raise _Refused("the gradient's coefficients alias the logits")
         for user in alias.users:
             if user.op == "output":
                 raise _Refused("the logits leave the backward graph")
-            if order[user] > order[node] and not aliases.only_views(user, root):
+            if user is node or aliases.only_views(user, root):
+                continue
+            if order[user] > order[node]:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
+            if user.target not in _KERNELS and not _reached(user, node) <= before:
+                raise _Refused(
+                    f"the logits are read at {source_of(user) or user.name}, for later use"
+                )
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _reached(start: Node, stop: Node) -> set[Node]:
+    """What is computed from `start` other than through `stop`."""
+    found = {start}
+    waiting = [start]
+    while waiting:
+        new = set(waiting.pop().users) - found - {stop}
+        found |= new
+        waiting += new
+    return found
 
 
 def _check_owner(

@@ -76,7 +76,7 @@ _FUNCTORCH = {"force_non_lazy_backward_lowering": True}
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> report.Record:
     """What is known about a graph from the start: name, identity, and the inputs that may not be overwritten."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
-    return report.Record(_name(gm), _identity(gm, options), held)
+    return report.Record(_name(gm), _identity(gm, options, held), held)
 
 
 def _held(tensor: Any) -> str:
@@ -106,11 +106,15 @@ def _source_hash() -> str:
 _SOURCES = _source_hash()
 
 
-def _identity(gm: GraphModule, options: Options) -> str:
+def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
     """The same for the same graph and options in every process, so that a cached graph finds its report."""
     inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
-    shapes = [(str(t.shape), str(t.dtype), t.requires_grad) for t in inputs if torch.is_tensor(t)]
-    text = repr((gm.code, shapes, torch.is_grad_enabled(), options.key()))
+    layouts = [
+        (str(t.shape), str(t.stride()), str(t.dtype), str(t.device), t.requires_grad)
+        for t in inputs
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided
+    ]
+    text = repr((gm.code, layouts, sorted(held.items()), torch.is_grad_enabled(), options.key()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
