@@ -140,8 +140,13 @@ def _check_result_dtype(dtype: torch.dtype) -> None:
     _check(dtype.is_floating_point, lambda: f"`dtype` must be a floating dtype, got {dtype}")
 
 
-def _check_no_leaf(x: Tensor) -> None:
-    """The caller still owns a leaf, and a view of one is the leaf."""
+def _check_writable(x: Tensor) -> None:
+    """The caller still owns a leaf, and a view of one is the leaf; rows that share memory have one value."""
+    if torch._debug_has_internal_overlap(x) == 1:
+        raise RuntimeError(
+            "`x` must have no elements that share memory, since its values are overwritten; got shape "
+            f"{list(x.shape)} with strides {list(x.stride())}. Call row_grad instead."
+        )
     owner = x if x._base is None else x._base
     if owner.requires_grad and owner.is_leaf:
         raise RuntimeError(
@@ -271,7 +276,7 @@ def _row_grad_(
     region: str,
 ) -> None:
     _check_grad(x, terms, affine, index, weight, softmax)
-    _check_no_leaf(x)
+    _check_writable(x)
     on_call(region)
     _kernels(x).row_grad_(x, terms, affine, index, weight, softmax)
     # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.

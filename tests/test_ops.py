@@ -7,6 +7,7 @@ precision plus one rounding.
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -395,6 +396,12 @@ def test_in_place_refuses_a_leaf(gen: torch.Generator) -> None:
     assert (x == 0).all()
 
 
+def test_in_place_refuses_rows_that_share_memory(gen: torch.Generator) -> None:
+    x = torch.zeros(1, 129).expand(7, 129)
+    with pytest.raises(RuntimeError, match=r"no elements that share memory.*\[7, 129\]"):
+        ops.row_grad_(x, *_coefficients(gen, x), False, "")
+
+
 def test_in_place_makes_a_later_use_of_the_saved_tensor_an_error(gen: torch.Generator) -> None:
     x = torch.zeros(3, 5, requires_grad=True) * 2
     y = (x * x).sum()  # saves x
@@ -611,6 +618,77 @@ def test_no_temporary_beyond_chunks(gen: torch.Generator, layout: str, dtype: to
     assert max(stats.sizes) == 2 * chunk
     assert sorted(grad.sizes)[-2:] == [3 * chunk, x.numel()]
     assert max(grad_.sizes) == 3 * chunk
+
+
+# ---- threads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def always_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu, "_PARALLEL_ELEMENTS", 1)
+    torch.set_num_threads(3)  # no divisor of the number of chunks
+    yield
+    torch.set_num_threads(before)
+
+
+def _threads_of_a_new_thread() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_threads_change_no_bit(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, always_threads: None, layout: str
+) -> None:
+    x = LAYOUTS[layout](_special_rows(gen, 129, torch.float32))
+    terms, affine, index, weight = _coefficients(gen, x, 2, 1, True)
+    weight[:1], affine[:1], terms[:1] = 0.0, 0.0, 0.0
+    arguments = [terms, affine, index, weight, False]
+    stats, grad = ops.row_stats(x, None, 1.0, ""), ops.row_grad(x, *arguments, x.dtype, "")
+    with monkeypatch.context() as serial:
+        serial.setattr(cpu, "_PARALLEL_ELEMENTS", 1 << 60)
+        expected = ops.row_stats(x, None, 1.0, "")
+        assert torch.equal(_bits(torch.stack(stats)), _bits(torch.stack(expected)))
+        assert torch.equal(_bits(grad), _bits(ops.row_grad(x, *arguments, x.dtype, "")))
+    ops.row_grad_(x, *arguments, "")
+    assert torch.equal(_bits(x), _bits(grad))
+
+
+def test_threads_leave_torchs_number_of_threads(gen: torch.Generator, always_threads: None) -> None:
+    ops.row_stats(torch.zeros(7, 129), None, 1.0, "")
+    assert torch.get_num_threads() == 3
+    assert _threads_of_a_new_thread() == 3
+
+
+def test_threads_with_inputs_that_require_grad(gen: torch.Generator, always_threads: None) -> None:
+    x = torch.randn(7, 129, generator=gen, requires_grad=True)
+    coefficients = [c.requires_grad_(c.is_floating_point()) for c in _coefficients(gen, x.detach())]
+    assert not ops.row_stats(x, None, 1.0, "")[0].requires_grad
+    expected = ops.row_grad(x, *coefficients, False, x.dtype, "")
+    assert not expected.requires_grad
+    written = x * 1
+    ops.row_grad_(written, *coefficients, False, "")
+    assert torch.equal(written, expected)
+
+
+def test_threads_under_inference_mode(gen: torch.Generator, always_threads: None) -> None:
+    with torch.inference_mode():
+        x = torch.randn(7, 129, generator=gen)
+        coefficients = _coefficients(gen, x)
+        expected = ops.row_grad(x, *coefficients, False, x.dtype, "")
+        ops.row_grad_(x, *coefficients, False, "")
+        assert torch.equal(x, expected)
+
+
+def test_threads_pass_errors_on(monkeypatch: pytest.MonkeyPatch, always_threads: None) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("of a chunk")
+
+    monkeypatch.setattr(cpu, "_chunk_stats", fail)
+    with pytest.raises(ValueError, match="of a chunk"):
+        ops.row_stats(torch.zeros(7, 129), None, 1.0, "")
+    assert torch.get_num_threads() == 3
 
 
 # ---- anything -----------------------------------------------------------------------------------------------------
