@@ -36,6 +36,10 @@ def value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def shape_of(node: Node) -> tuple[Any, ...]:
     return tuple(value(node).shape)
 
@@ -124,7 +128,7 @@ class Builder:
 
     def _copy_provenance(self, node: Node) -> None:
         inputs = node.all_input_nodes
-        if any(arg.meta.get("partitioner_tag") == "is_backward" for arg in inputs):
+        if any(is_backward(arg) for arg in inputs):
             node.meta["partitioner_tag"] = "is_backward"
         if self.origin is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):

@@ -14,11 +14,20 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
-from fx_passes.builder import RESHAPES, SAME_VALUE, is_float_tensor, same, shape_of, value
+from fx_passes.builder import (
+    RESHAPES,
+    SAME_VALUE,
+    is_backward,
+    is_float_tensor,
+    same,
+    shape_of,
+    value,
+)
 from fx_passes.forms import Form, Mask
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
 from fx_passes.source import source_of
+from fx_passes.verify import mismatch
 from fx_passes.walk import Walk
 
 aten = torch.ops.aten
@@ -61,6 +70,26 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None:
         return Outcome()
+    if config.verify:
+        return _fuse_verified(graph, config, fake_mode)
+    return _fuse(graph, config, fake_mode)
+
+
+def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
+    """Rewrite a copy first; the graph itself only if both compute the same on random data."""
+    trial = Graph()
+    output = trial.graph_copy(graph, val_map={})
+    trial.output(output)
+    outcome = _fuse(trial, config, fake_mode)
+    if not outcome.fused:
+        return outcome
+    reason = mismatch(graph, trial, graph.owning_module or torch.nn.Module())
+    if reason is None:
+        return _fuse(graph, config, fake_mode)
+    return Outcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
+
+
+def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
     roots: frozenset[Node] | None = None
     barriers: frozenset[Node] = frozenset()
     refused: dict[Node, str] = {}
@@ -159,7 +188,7 @@ def _wide_of(walk: Walk, root: Node, live: set[Node]) -> tuple[int, int]:
     ]
     leaving = _leaving(walk)
     made = [
-        n for n, of in walk.grad_nodes.items() if of is root and n in live and not _is_backward(n)
+        n for n, of in walk.grad_nodes.items() if of is root and n in live and not is_backward(n)
     ]
     left = [n for n in region if n in live and n not in walk.replacements]
     return len([n for n in region if n not in leaving]), len(made) + len(left)
@@ -174,25 +203,27 @@ def _region(walk: Walk) -> set[Node]:
         for node, meaning in walk.env.items()
         if node not in roots
         and _is_wide_value(node)
-        and (isinstance(meaning, (Form, Mask)) or (node in refused and _looks_wide(node, roots)))
+        and (_is_known(meaning) or (node in refused and _looks_wide(node, roots)))
     }
+
+
+def _is_known(meaning: Any) -> bool:
+    """A form or mask, constants and spread row scalars aside: those are never stored."""
+    spread = isinstance(meaning, Form) and meaning.is_row and meaning.source is None
+    return isinstance(meaning, (Form, Mask)) and not spread
 
 
 def _refused_over(walk: Walk, roots: Iterable[Node]) -> set[Node]:
     """Nodes that a rule refused, before the gradient left: what the user does to the gradient then is not ours."""
     wanted = set(roots)
-    return {r.node for r in walk.refusals if r.roots & wanted and not _is_backward(r.node)}
+    return {r.node for r in walk.refusals if r.roots & wanted and not is_backward(r.node)}
 
 
 def _leaving(walk: Walk) -> set[Node]:
     """The user's nodes in whose place a gradient leaves the region."""
     return {
-        old for old, new in walk.replacements.items() if new in walk.leaves and _is_backward(old)
+        old for old, new in walk.replacements.items() if new in walk.leaves and is_backward(old)
     }
-
-
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def _is_wide_value(node: Node) -> bool:
@@ -248,7 +279,7 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
     graph.eliminate_dead_code()
     graph.lint()
     wide |= {n for n in graph.nodes if n in walk.grad_nodes or _is_wide_copy(walk, n)}
-    after = [n for n in graph.nodes if n in wide and not (n in walk.grad_nodes and _is_backward(n))]
+    after = [n for n in graph.nodes if n in wide and not (n in walk.grad_nodes and is_backward(n))]
     return Outcome(
         fused=fused,
         rejections=rejections,
@@ -279,11 +310,11 @@ def _saved_bytes(graph: Graph, wide: set[Node]) -> int:
     """Bytes of full-vocabulary values (the logits too) that forward makes or is given and backward reads."""
     kept: dict[Node, int] = {}
     for node in graph.nodes:
-        if not _is_backward(node):
+        if not is_backward(node):
             continue
         for arg in node.all_input_nodes:
             base = _base(arg)
-            if not _is_backward(base) and (base in wide or _is_large(base, wide)):
+            if not is_backward(base) and (base in wide or _is_large(base, wide)):
                 kept[base] = _bytes(base)
     return sum(kept.values())
 
@@ -317,7 +348,7 @@ def _fused(walk: Walk, live: set[Node]) -> Iterable[Fused]:
                 "statistics"
                 if node in walk.stats_nodes
                 else "gradient"
-                if _is_backward(node)
+                if is_backward(node)
                 else "softmax"
             )
             yield _describe(kind, node, node)

@@ -12,7 +12,7 @@ make is a root of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -200,9 +200,9 @@ def permute_dims(w: Walk, form: Form, shape: Sequence[Any], dims: Sequence[int])
     def turn(node: Node, order: list[int]) -> Node:
         node = w.builder.align(node, rank)
         if node.op == "call_function" and node.target is aten.permute.default:
-            inner = [d % rank for d in node.args[1]]  # type: ignore[union-attr]
-            order = [inner[d] for d in order]
-            node = node.args[0]  # type: ignore[assignment]
+            inner, given = node.args
+            order = [cast(Sequence[int], given)[d] % rank for d in order]
+            node = cast(Node, inner)
         if order == list(range(rank)):
             return node
         return w.builder.call(aten.permute.default, node, order)
@@ -484,7 +484,7 @@ def cat(w: Walk, node: Node, pieces: Sequence[Any], dim: int = 0) -> Value:
 
 def _whole(w: Walk, forms: Sequence[Form], dim: int) -> tuple[Form, list[tuple[Any, ...]]]:
     """The value that the pieces are all of, and the step that took each."""
-    steps = [w.steps[form.source] for form in forms if form.source in w.steps]  # type: ignore[index]
+    steps = [w.steps[form.source] for form in forms if form.source in w.steps]
     if len(steps) < len(forms) or any(step.parent is not steps[0].parent for step in steps):
         raise Refused("values that are not the pieces of one value are joined")
     at: Any = 0
@@ -575,7 +575,7 @@ def roll(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
         parent = step.parent
 
         def undo(atom: Node) -> Node:
-            return w.stripped(form.source, atom) or turned(_full(w, form, atom), shift)  # type: ignore[arg-type]
+            return w.stripped(form.source, atom) or turned(_full(w, form, atom), shift)
 
         return _moved(w, form, form.shape, None, None, undo).with_(source=parent)
     source = turned(form.source, shift)
@@ -601,7 +601,7 @@ def is_iota(node: Any) -> bool:
     """0, 1, 2, ... along its only dimension that is not 1, seen through views and integer casts."""
     while isinstance(node, Node) and node.op == "call_function":
         if node.target is prims.iota.default:
-            return node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1
+            return bool(node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1)
         looks_through = (
             aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default,
             prims.convert_element_type.default, aten.clone.default,

@@ -152,9 +152,9 @@ def div(w: Walk, node: Node, form: Any, divisor: Any, rounding_mode: Any = None)
 def _inverse(w: Walk, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
     if inverse is None:
-        inverse = Poly.atom(
-            w.builder.emit_node(poly, w.dtype_of(form.source), form.source)
-        ).inverse()  # type: ignore[arg-type]
+        like = form.source or next(iter(poly.atoms()))
+        made = w.builder.emit_node(poly, w.dtype_of(form.source), like)
+        inverse = Poly.atom(made).inverse()
     assert inverse is not None
     return inverse
 
@@ -329,7 +329,7 @@ def equals(w: Walk, node: Node, left: Any, right: Any) -> Value:
             and is_iota(columns)
             and same(shape_of(columns)[-1], shape[-1])
         )
-        if wide and isinstance(index, Node) and getattr(value(index), "ndim", 0):
+        if wide and isinstance(index, Node) and value(index).ndim:
             index = w.builder.align(index, len(shape))
             if same(shape_of(index)[-1], 1):
                 return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
@@ -539,7 +539,8 @@ def _max_poly(w: Walk, form: Any, dims: Any) -> Poly:
         raise Refused("a maximum over other dimensions than the vocabulary")
     if not form.is_affine or form.f.is_zero:
         raise Refused("a maximum of a value that is not linear in the logits")
-    return w.stats(form, form.f).max + form.e
+    result: Poly = w.stats(form, form.f).max + form.e
+    return result
 
 
 def amax(w: Walk, node: Node, form: Any, dims: Any = (), keepdim: bool = False) -> Value:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.algebra import Refused, only_known
-from fx_passes.builder import RESHAPES, Builder, is_float_tensor, same, shape_of, value
+from fx_passes.builder import RESHAPES, Builder, is_backward, is_float_tensor, same, shape_of, value
 from fx_passes.forms import Exp, Form, Mask
 from fx_passes.outcome import FuseConfig
 from fx_passes.poly import ONE, ZERO, Poly
@@ -482,13 +482,14 @@ class Walk:
         if form.vdim != rank - 1:
             order = [dim for dim in range(rank) if dim != form.vdim] + [form.vdim]
         pack = _Packer(self, form, order)
+        saved = self._saved_softmax(form, dtype)
         node = self.builder.call(
             torch.ops.slime_fused.row_grad.default,
-            pack.ordered(form.source),
+            pack.ordered(form.source if saved is None else saved),
             pack.terms(),
             pack.affine(),
             *pack.columns(),
-            False,
+            saved is not None,
             dtype,
             "",
         )
@@ -501,6 +502,31 @@ class Walk:
             term = other if factor == 1 else self.builder.call(aten.mul.Tensor, other, factor)
             node = self.builder.call(aten.add.Tensor, node, term)
         return self.builder.cast(node, dtype)
+
+    def _saved_softmax(self, form: Form, dtype: torch.dtype) -> Node | None:
+        """With save="softmax": exp(y - shift) made in forward; the gradient is computed from it and may overwrite it.
+
+        None where it would not serve: several softmaxes, logits in the gradient, a shift that only backward knows.
+        """
+        if (
+            self.config.save != "softmax"
+            or len(form.exps) != 1
+            or not form.f.is_zero
+            or not self._in_backward()
+        ):
+            return None
+        (term,) = form.exps
+        if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):
+            return None
+        softmax = form.with_(exps=(Exp(term.scale, term.shift, ONE),), e=ZERO, hots=(), others=())
+        at, self.builder.origin = self.builder.origin, None
+        try:
+            return self.row_grad(softmax, dtype)
+        finally:
+            self.builder.origin = at
+
+    def _in_backward(self) -> bool:
+        return self.builder.origin is not None and is_backward(self.builder.origin)
 
 
 class _Packer:

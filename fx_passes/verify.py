@@ -1,0 +1,75 @@
+"""Translation validation: run a graph and its rewrite on the same random data and compare what they return.
+
+Entry point: `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for symbolic sizes),
+on the device of the inputs. Collectives are left out of both runs: they act on row scalars that both have alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+# Relative to the largest element: a few roundings, far below any wrong coefficient.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+class _WithoutCollectives(Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "namespace", "") == "_c10d_functional":
+            name = target._schema.name.split("::")[-1]
+            if name not in ("all_reduce", "wait_tensor"):
+                raise NotImplementedError(f"verify=True cannot run {target}")
+            return args[0].clone()
+        return super().call_function(target, args, kwargs)
+
+
+def mismatch(before: Graph, after: Graph, root: torch.nn.Module) -> str | None:
+    """Why the two graphs do not compute the same, or None if they do."""
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng():
+        inputs = [_random(node) for node in before.find_nodes(op="placeholder")]
+        wanted = _run(before, root, inputs)
+        found = _run(after, root, inputs)
+        return _first_difference(wanted, found)
+
+
+def _first_difference(wanted: list[Any], found: list[Any]) -> str | None:
+    for at, (want, have) in enumerate(zip(wanted, found, strict=True)):
+        if not isinstance(want, torch.Tensor):
+            continue
+        if want.dtype != have.dtype or want.shape != have.shape:
+            return f"output {at} was {want.dtype} {list(want.shape)}, is {have.dtype} {list(have.shape)}"
+        error = _error(want, have)
+        if not error <= _TOLERANCE.get(want.dtype, 0.0):
+            return f"output {at} differs by {error:.1e} of its largest element"
+    return None
+
+
+def _run(graph: Graph, root: torch.nn.Module, inputs: list[Any]) -> list[Any]:
+    torch.manual_seed(0)
+    copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in inputs]
+    outputs = _WithoutCollectives(GraphModule(root, graph)).run(*copies, enable_io_processing=False)
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _error(want: torch.Tensor, have: torch.Tensor) -> float:
+    if want.numel() == 0:
+        return 0.0
+    want, have = want.double(), have.double()
+    scale = want.nan_to_num().abs().max().clamp_min(1e-6)
+    return float((want - have).nan_to_num().abs().max() / scale)
+
+
+def _random(node: Node) -> Any:
+    """A value like the placeholder's; integers are 0 or 1, which every row and vocabulary has."""
+    fake = node.meta.get("val")
+    if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return fake.node.hint
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    sizes = [size if isinstance(size, int) else int(size.node.hint) for size in fake.shape]
+    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+        return torch.randn(sizes, dtype=torch.float32, device=fake.device).to(fake.dtype)
+    return torch.randint(0, 2, sizes, device=fake.device).to(fake.dtype)
