@@ -5,13 +5,13 @@ comes from memory once, and every further pass over it is served by the cache. T
 (a logit of -inf) run on the chunks that hold such a value. Shapes are checked in `ops.py`, not here.
 
 Both operators together take 0.8 of the time of inductor's code for a log-prob and entropy loss, forward and backward
-([1024, 32000]: 0.78 float32, 0.82 bfloat16; 2 cores of an AMD EPYC shared with other work, torch 2.13.0). Again:
+([1024, 32000]: 0.84 float32, 0.81 bfloat16; 2 cores of an AMD EPYC, busy with other work, torch 2.13.0). Again:
 
-    python bench/ops_cpu.py
+    python bench/ops_cpu.py --repeats 9
 
 NOTE [Why threads of our own?]
     Torch's threads meet after every operation, several times a chunk. Where another process holds a core, each
-    meeting waits for a time slice, and the whole took 8 times inductor's time. So every thread takes whole chunks and
+    meeting waits for a time slice: at a load of 8 on 2 cores the whole took 8 times inductor's time. So every thread takes whole chunks and
     runs torch on itself alone. The threads live for one call: nothing is left to be forked or torn down.
 """
 
