@@ -11,8 +11,9 @@ Both operators together take 0.8 of the time of inductor's code for a log-prob a
 
 NOTE [Why threads of our own?]
     Torch's threads meet after every operation, several times a chunk. Where another process holds a core, each
-    meeting waits for a time slice: at a load of 8 on 2 cores the whole took 8 times inductor's time. So every thread takes whole chunks and
-    runs torch on itself alone. The threads live for one call: nothing is left to be forked or torn down.
+    meeting waits for a time slice: at a load of 8 on 2 cores the whole took 8 times inductor's time. So every thread
+    takes whole chunks and runs torch on itself alone. The threads live for one call: nothing is left to be forked or
+    torn down.
 """
 
 import threading
