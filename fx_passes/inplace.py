@@ -147,14 +147,13 @@ def _non_overlapping(value: torch.Tensor) -> bool:
 # does not see that a custom operator writes over what is read (torch 2.13: tanh of the logits, used after `row_grad_`,
 # came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by `row_grad_` alone.
 
-_KERNELS = {
-    torch.ops.slime_fused.row_stats.default,
-    torch.ops.slime_fused.row_grad.default,
-    torch.ops.slime_fused.row_grad_.default,
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-}
+_MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+
+def _is_kernel(node: Node) -> bool:
+    target = node.target
+    own = isinstance(target, torch._ops.OpOverload) and target.namespace == "slime_fused"
+    return own or target in _MATMULS
 
 
 def _check_readers(graph: Graph, aliases: "_Aliases", x: Node, node: Node) -> None:
@@ -171,7 +170,7 @@ def _check_readers(graph: Graph, aliases: "_Aliases", x: Node, node: Node) -> No
                 continue
             if order[user] > order[node]:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
-            if user.target not in _KERNELS and not _reached(user, node) <= before:
+            if not _is_kernel(user) and not _reached(user, node) <= before:
                 raise _Refused(
                     f"the logits are read at {source_of(user) or user.name}, for later use"
                 )

@@ -1,8 +1,9 @@
 """Programs in which writing a gradient over the logits could be seen, one function each.
 
-Entry point: `run(options)`, also as a script: `python aliasing_cases.py '{"inner": "inductor"}' out.json` runs every
-case and writes what it saw. A case gets a `compile` function and asserts; `consuming` is the same with
-consume_logits=True. The numbers in the docstrings are those of the list in facts/faults.md 3.4 (shared notes).
+Entry point: `run(name, options)`, also as a script: `python aliasing_cases.py '{"inner": "inductor"}' out.json` runs
+every case (or those named after the path) and writes what it saw. A case gets a `compile` function and asserts;
+`consuming` is the same with consume_logits=True. The numbers in the docstrings are those of the list in
+facts/faults.md 3.4 (shared notes).
 """
 
 import json
@@ -368,6 +369,71 @@ def logits_divided_in_place(compile: Compile, consuming: Compile) -> None:
         close(grads(values, x)[0], expected)
 
 
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+MANY_ROWS, WIDE = 256, 20011  # 20 MB of logits, so that everything else is a few percent
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Largest sum of what `step` has allocated and not freed, from the profiler's events."""
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    level = peak = 0
+    for _, change in changes:
+        level += change
+        peak = max(peak, level)
+    return peak
+
+
+@case
+def peak_of_logits_made_inside(compile: Compile, consuming: Compile) -> None:
+    """One N*V for the logits, which become their gradient, and the gradients that leave."""
+    hidden = torch.randn(MANY_ROWS, HIDDEN, requires_grad=True)
+    weight = torch.randn(WIDE, HIDDEN, requires_grad=True)
+    target = torch.randint(0, WIDE, (MANY_ROWS,))
+    fn = compile(made_inside)
+    peak = peak_bytes(
+        lambda: torch.autograd.grad(fn(hidden, weight, target).sum(), [hidden, weight])
+    )
+    leaving = 4 * (hidden.numel() + weight.numel())
+    assert peak <= 1.02 * 4 * MANY_ROWS * WIDE + leaving, peak / (4 * MANY_ROWS * WIDE)
+
+
+@case
+def peak_of_consumed_logits(compile: Compile, consuming: Compile) -> None:
+    """One N*V: the logits themselves."""
+    leaf = torch.randn(1, requires_grad=True)
+    target = torch.randint(0, WIDE, (MANY_ROWS,))
+    fn = consuming(log_probs)
+
+    def step() -> None:
+        given = leaf.expand(MANY_ROWS, WIDE).contiguous()
+        (gradient,) = torch.autograd.grad(fn(given, target).sum(), given)
+        assert gradient.data_ptr() == given.data_ptr()
+
+    peak = peak_bytes(step)
+    assert peak <= 1.02 * 4 * MANY_ROWS * WIDE, peak / (4 * MANY_ROWS * WIDE)
+
+
+@case
+def peak_of_given_logits(compile: Compile, consuming: Compile) -> None:
+    """Two N*V: the logits and their gradient."""
+    leaf = torch.randn(1, requires_grad=True)
+    target = torch.randint(0, WIDE, (MANY_ROWS,))
+    fn = compile(log_probs)
+
+    def step() -> None:
+        given = leaf.expand(MANY_ROWS, WIDE).contiguous()
+        torch.autograd.grad(fn(given, target).sum(), given)
+
+    peak = peak_bytes(step)
+    assert peak <= 2.02 * 4 * MANY_ROWS * WIDE, peak / (4 * MANY_ROWS * WIDE)
+
+
 # ---- running them -------------------------------------------------------------------------------------------------
 
 
@@ -387,16 +453,18 @@ def run(name: str, options: dict[str, Any]) -> list[list[Any]]:
     return [[r.fused, [p.in_place for g in r.graphs for p in g.placements]] for r in reports]
 
 
-def main(options: str, path: str) -> None:
+def main(options: str, path: str, *names: str) -> None:
     results: dict[str, Any] = {}
-    for name in CASES:
+    for name in names or CASES:
         try:
             results[name] = {"graphs": run(name, json.loads(options))}
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     counters = torch._dynamo.utils.counters["aot_autograd"]
-    results["cache hits"] = counters["autograd_cache_hit"]
-    results["cache misses"] = counters["autograd_cache_miss"]
+    results["counters"] = {
+        "hits": counters["autograd_cache_hit"],
+        "misses": counters["autograd_cache_miss"],
+    }
     Path(path).write_text(json.dumps(results))
 
 
