@@ -226,7 +226,7 @@ def _graph_from(fields: dict[str, Any]) -> GraphReport:
 def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> GraphReport:
     """The report of a graph that `fuse` has seen; `operators` fused operators are in it now."""
     values = collections.Counter(
-        (f.kind, f.source, str(list(f.shape)), str(f.dtype).removeprefix("torch."))
+        (f.kind, f.source, f"[{', '.join(map(str, f.shape))}]", str(f.dtype).removeprefix("torch."))
         for f in outcome.fused
     )
     return GraphReport(
@@ -255,7 +255,9 @@ def _is_wide(node: Node, min_vocab: int) -> bool:
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not value.dim():
         return False
     width = value.shape[-1]
-    return not isinstance(width, int) or width >= min_vocab
+    if isinstance(width, torch.SymInt):  # by its hint, as `fuse` does
+        width = width.node.hint if width.node.has_hint() else 0
+    return int(width) >= min_vocab
 
 
 def outermost_frame(stack_trace: str) -> str:
