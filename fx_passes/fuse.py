@@ -266,7 +266,7 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
 
 
 def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
-    graph = walk.graph
+    graph, roots = walk.graph, walk.softmax_roots
     wide = _region(walk)
     counted = wide - _leaving(walk)
     before = [n for n in _live(graph, {}) if n in counted]
@@ -287,6 +287,7 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
         wide_after=len(after),
         saved_bytes_before=saved_before,
         saved_bytes_after=_saved_bytes(graph, wide),
+        notes=tuple(dict.fromkeys(text for root, text in walk.notes.values() if root in roots)),
     )
 
 

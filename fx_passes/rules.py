@@ -91,6 +91,7 @@ def cast(w: Walk, node: Node, form: Any, *_: Any, **__: Any) -> Value:
         return _mask_form(form)
     if not is_float_tensor(node):
         raise Refused("a full-vocabulary value is cast to integers")
+    w.note_rounding(node, form)
     return form
 
 

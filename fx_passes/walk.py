@@ -19,6 +19,7 @@ from fx_passes.builder import RESHAPES, Builder, is_backward, is_float_tensor, s
 from fx_passes.forms import Exp, Form, Mask
 from fx_passes.outcome import FuseConfig
 from fx_passes.poly import ONE, ZERO, Poly
+from fx_passes.source import source_of
 
 aten = torch.ops.aten
 
@@ -84,6 +85,7 @@ class Walk:
         self.softmax_roots: set[Node] = set()
         self.masses: dict[Node, Poly] = {}
         self.refusals: list[Refusal] = []
+        self.notes: dict[Node, tuple[Node, str]] = {}
         self.stats_nodes: dict[Node, Node] = {}
         self.leaves: dict[Node, Node] = {}
         self.allies: dict[Node, Node] = {}
@@ -200,6 +202,19 @@ class Walk:
         """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
         vanishes = form.is_row and form.e.is_zero and form.source is not None
         return bool(form.exps) or vanishes
+
+    def note_rounding(self, node: Node, form: Form) -> None:
+        """A rounding of a full-vocabulary value that the rewrite leaves out."""
+        root = self.root_of.get(form.source) if form.source is not None else None
+        narrow = value(node).dtype
+        if root is None or form.is_affine or value(root).dtype.itemsize <= narrow.itemsize:
+            return
+        kept = str(value(root).dtype).removeprefix("torch.")
+        self.notes[node] = (
+            root,
+            f"{source_of(node) or 'a cast'} rounds a full-vocabulary value to {str(narrow).removeprefix('torch.')}; the "
+            f"rewrite keeps {kept}, since no such value is stored and the result is nearer to what the program means",
+        )
 
     # -- row scalars -----------------------------------------------------------------------------
 
