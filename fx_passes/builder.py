@@ -6,12 +6,16 @@ that the user's program computes twice cancel in the polynomials (`poly.py`).
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
 
 from fx_passes.poly import Monomial, Poly
 
@@ -28,6 +32,7 @@ RESHAPES = {
     aten.squeeze.default,
 }
 SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default}
+SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 
 
@@ -142,12 +147,20 @@ class Builder:
         found = shape_of(node)[dim]
         if isinstance(found, int):
             return found
-        expr = found.node.expr
+        made = self.size_of(found.node.expr)
+        return self.call(aten.sym_size.int, node, dim) if made is None else made
+
+    def size_of(self, expr: Any) -> Any:
+        """A symbolic size from the sizes that the graph has; None where they do not give it."""
         if expr.is_number:
             return int(expr)
         if expr in self.known_sizes:
             return self.known_sizes[expr]
-        return self.call(aten.sym_size.int, node, dim)
+        operation = SIZE_ARITHMETIC.get(expr.func)
+        parts = [self.size_of(arg) for arg in expr.args]
+        if operation is None or any(part is None for part in parts):
+            return None
+        return functools.reduce(lambda left, right: self.call(operation, left, right), parts)
 
     def sizes(self, node: Node) -> list[Any]:
         return [self.size(node, dim) for dim in range(len(shape_of(node)))]
@@ -205,8 +218,8 @@ class Builder:
     def emit_node(self, poly: Poly, dtype: torch.dtype, like: Node) -> Node:
         """As `emit`, numbers as tensors on `like`'s device."""
         found = self.emit(poly, dtype)
-        if isinstance(found, Node):
-            return found
+        if isinstance(value(found), torch.Tensor):
+            return found  # type: ignore[return-value]
         device = value(like).device
         return self.call(
             aten.full.default,

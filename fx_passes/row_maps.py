@@ -11,6 +11,7 @@ make is a root of its own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -86,11 +87,11 @@ def _rows(w: Walk, form: Form | Mask, dim: int) -> tuple[Form, int]:
 
 
 def _bounds(size: Any, start: Any, stop: Any) -> tuple[Any, Any]:
-    """Slice bounds in one spelling: numbers within the size where the size is a number."""
+    """Slice bounds in one spelling: numbers within the size where the size is a number, END for all that is left."""
     start = 0 if start is None else start
     stop = END if stop is None else stop
     if not isinstance(size, int):
-        return start, stop
+        return start, END if same(stop, size) else stop
     if isinstance(start, int):
         start = min(max(start + size if start < 0 else start, 0), size)
     if isinstance(stop, int):
@@ -98,12 +99,17 @@ def _bounds(size: Any, start: Any, stop: Any) -> tuple[Any, Any]:
     return start, stop
 
 
+def _takes_all(size: Any, start: Any, stop: Any, step: Any) -> bool:
+    start, stop = _bounds(size, start, stop)
+    return step == 1 and start == 0 and (stop == END or same(stop, size))
+
+
 def slice_rows(
     w: Walk, form: Form, shape: Sequence[Any], dim: int, start: Any, stop: Any, step: Any
 ) -> Form:
-    start, stop = _bounds(form.shape[dim], start, stop)
-    if start == 0 and (stop == END or same(stop, form.shape[dim])) and step == 1:
+    if _takes_all(form.shape[dim], start, stop, step):
         return form
+    start, stop = _bounds(form.shape[dim], start, stop)
     call = w.builder.call
 
     def move(atom: Node) -> Node:
@@ -339,7 +345,10 @@ def write_rows(
 def slice_(
     w: Walk, node: Node, form: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Value:
-    form, dim = _rows(w, form, _dim(_form(form), dim))
+    dim = _dim(_form(form), dim)
+    if _takes_all(form.shape[dim], start, end, step):
+        return form
+    form, dim = _rows(w, form, dim)
     return slice_rows(w, form, shape_of(node), dim, start, end, step)
 
 
@@ -362,14 +371,39 @@ def _one_column(w: Walk, node: Node, form: Form, at: Any) -> Value:
 def split(w: Walk, node: Node, form: Any, sizes: Any, dim: int = 0) -> Value:
     """split, split_with_sizes: a tuple of slices."""
     form, dim = _rows(w, _form(form), _dim(_form(form), dim))
-    pieces, start = [], 0
-    for part in value(node):
-        length = part.shape[dim]
-        if not isinstance(length, int) or not isinstance(form.shape[dim], int):
-            raise Refused("a split of a dimension whose size is not fixed")
-        pieces.append(slice_rows(w, form, tuple(part.shape), dim, start, start + length, 1))
-        start += length
+    pieces: list[Form] = []
+    start: Any = 0
+    parts = value(node)
+    for at, part in enumerate(parts):
+        last = at == len(parts) - 1
+        stop = END if last else _plus(w, start, _length(w, part.shape[dim]))
+        pieces.append(slice_rows(w, form, tuple(part.shape), dim, start, stop, 1))
+        start = stop
     return tuple(pieces)
+
+
+def _length(w: Walk, size: Any) -> Any:
+    return size if isinstance(size, int) else w.known_size(size)
+
+
+def _plus(w: Walk, left: Any, right: Any) -> Any:
+    """The sum of two sizes, numbers or nodes."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return right if left == 0 else w.builder.call(operator.add, left, right)
+
+
+def sym_size(w: Walk, node: Node, form: Any, dim: int) -> Value:
+    """A size; read from the source, so that it keeps no full-vocabulary value."""
+    form = _form(form)
+    if form.source is None:
+        raise Refused("a size of a value that no logits are in")
+    made = w.builder.size(form.source, _dim(form, dim))
+    if not isinstance(made, Node):
+        return None
+    w.replacements[node] = made
+    w.builder.known_sizes.setdefault(value(node).node.expr, made)
+    return made
 
 
 def unbind(w: Walk, node: Node, form: Any, dim: int = 0) -> Value:
@@ -448,6 +482,8 @@ def slice_scatter(
 ) -> Value:
     base, piece = _form(base), _form(piece)
     dim = _dim(base, dim)
+    if _takes_all(base.shape[dim], start, end, step):
+        return piece
     if dim == piece.vdim:
         raise Refused("a part of the vocabulary is written")
     start, stop = _bounds(base.shape[dim], start, end)
@@ -494,7 +530,7 @@ def _whole(w: Walk, forms: Sequence[Form], dim: int) -> tuple[Form, list[tuple[A
             raise Refused("pieces are joined in another order than they were taken")
         at = at + 1 if kind == "select" else step.key[3]
     parent = steps[0].parent
-    if not same(at, shape_of(parent)[dim]) or (kind == "select" and dim != 0):
+    if not (at == END or same(at, shape_of(parent)[dim])) or (kind == "select" and dim != 0):
         raise Refused("pieces that are not all of a value are joined")
     return Form(shape_of(parent), steps[0].vdim, parent), [step.key for step in steps]
 
@@ -598,10 +634,17 @@ def _rolled_by(index: Any, size: Any) -> int | None:
 
 
 def is_iota(node: Any) -> bool:
-    """0, 1, 2, ... along its only dimension that is not 1, seen through views and integer casts."""
+    """0, 1, 2, ... along its only dimension that is not 1, seen through views, integer casts and slices from 0."""
     while isinstance(node, Node) and node.op == "call_function":
         if node.target is prims.iota.default:
             return bool(node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1)
+        if (
+            node.target is aten.slice.Tensor
+            and node.args[2:3] in ((), (0,), (None,))
+            and len(node.args) < 5
+        ):
+            node = node.args[0]
+            continue
         looks_through = (
             aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default,
             prims.convert_element_type.default, aten.clone.default,
@@ -640,4 +683,5 @@ ROW_MAPS: dict[Any, Callable[..., Value]] = {
     aten.select_scatter.default: select_scatter,
     aten.cat.default: cat,
     aten.constant_pad_nd.default: pad,
+    aten.sym_size.int: sym_size,
 }

@@ -551,33 +551,31 @@ def amax(w: Walk, node: Node, form: Any, dims: Any = (), keepdim: bool = False) 
 def max_dim(w: Walk, node: Node, form: Any, dim: int, keepdim: bool = False) -> Value:
     """(values, indices): the indices are the source's own argmax, which a positive scale does not move."""
     poly = _max_poly(w, form, dim)
-    factor = form.f.as_number()
-    if factor is None or factor <= 0:
-        raise Refused("the place of a maximum under a temperature per row")
-    items = {user.args[1]: user for user in node.users}
-    indices = w.builder.call(aten.argmax.default, form.source, form.vdim, keepdim)
-    result: list[Any] = [None, indices]
+    items = {user.args[1]: user for user in node.users if user.users}
+    result: list[Any] = [None, None]
+    if 1 in items:
+        result[1] = _argmax(w, form, keepdim)
+        w.replacements[items[1]] = result[1]
     if 0 in items:
         result[0] = w.row_result(items[0], poly, "maximum", form, keepdim)
-    if 1 in items:
-        w.replacements[items[1]] = indices
     return tuple(result)
+
+
+def _argmax(w: Walk, form: Form, keepdim: bool) -> Node:
+    factor = form.f.as_number()
+    if not (form.is_affine and factor and factor > 0):
+        raise Refused(
+            "the place of a maximum of a value that is not a positive multiple of the logits"
+        )
+    return w.builder.call(aten.argmax.default, form.source, form.vdim, keepdim)
 
 
 def argmax(w: Walk, node: Node, form: Any, dim: Any = None, keepdim: bool = False) -> Value:
     """The source's own argmax where the scale is a positive number; a reduction, nothing full-vocabulary is made."""
     _only_forms(form)
-    factor = form.f.as_number()
-    if (
-        dim is None
-        or dim % len(form.shape) != form.vdim
-        or not form.is_affine
-        or not (factor and factor > 0)
-    ):
-        raise Refused(
-            "the place of a maximum of a value that is not a positive multiple of the logits"
-        )
-    made = w.builder.call(aten.argmax.default, form.source, form.vdim, keepdim)
+    if dim is None or dim % len(form.shape) != form.vdim:
+        raise Refused("the place of a maximum over other dimensions than the vocabulary")
+    made = _argmax(w, form, keepdim)
     w.replacements[node] = made
     return made
 

@@ -270,23 +270,26 @@ class Walk:
         return sizes
 
     def known_size(self, size: Any) -> Any:
-        expr = size.node.expr
-        if expr.is_number:
-            return int(expr)
-        if expr not in self.builder.known_sizes:
-            raise Refused(f"the size {expr} is not computed in the graph")
-        return self.builder.known_sizes[expr]
+        made = self.builder.size_of(size.node.expr)
+        if made is None:
+            raise Refused(f"the size {size.node.expr} is not computed in the graph")
+        return made
 
     # -- statistics ------------------------------------------------------------------------------
 
     def total(self, form: Form) -> Poly:
-        """sum_v (f x - max(f x)) + V max(f x), by statistics of any multiple of f that are there already."""
+        """sum_v (f x - max(f x)) + V max(f x), by statistics of any scale that are there already."""
         assert form.source is not None
-        for (source, scale), stats in self._stats.items():
+        known = [
+            (scale, stats)
+            for (source, scale), stats in self._stats.items()
+            if source is form.source
+        ]
+        for scale, stats in known:
             inverse = scale.inverse()
-            ratio = (form.f * inverse).as_number() if inverse is not None else None
-            if source is form.source and ratio:
-                return (stats.total + stats.max * self.vocabulary(form)) * Poly.number(ratio)
+            if inverse is not None:
+                whole: Poly = stats.total + stats.max * self.vocabulary(form)
+                return whole * form.f * inverse
         stats = self.stats(form, form.f)
         return stats.total + stats.max * self.vocabulary(form)
 
