@@ -23,6 +23,8 @@ __all__ = ["row_grad", "row_grad_", "row_stats"]
 
 WARPS = 4
 LANES = 32 * WARPS
+# the loads ahead are written out, so no software pipelining; multiply-add whatever the default of the Triton release
+OPTIONS = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": True}
 VECTOR_BYTES = 16  # the widest access of one thread
 TILE_VECTORS = 4  # vectors of a thread in flight while it works on the four before them
 STRIDED_DEPTH = 16  # single elements of a thread in flight where they cannot be vectors
@@ -159,11 +161,11 @@ def _launch_stats(x: Tensor, scale: Tensor, scaled: int, factor: float, outs: li
     of_scale = (factor, scale.stride(0), scaled)
     kernels.row_stats_kernel[(rows * parts,)](
         x, scale, *outs, partial, *of_scale, rows, vocab, inner, *x.stride(), parts,
-        DEPTH=depth, LANES=LANES, VEC=vector, num_warps=WARPS, num_stages=1,
+        DEPTH=depth, LANES=LANES, VEC=vector, **OPTIONS,
     )  # fmt: skip
     if parts > 1:
         kernels.merge_parts_kernel[(rows,)](
-            partial, scale, *outs, *of_scale, rows, parts, PARTS=PARTS_MAX, num_warps=WARPS
+            partial, scale, *outs, *of_scale, rows, parts, PARTS=PARTS_MAX, **OPTIONS
         )
 
 
@@ -234,5 +236,5 @@ def _launch_grad(views: tuple[Tensor, ...], of_rows: list[Tensor], softmax: bool
     kernels.row_grad_kernel[(rows * parts,)](
         x, out, *of_rows, vocab, inner, *x.stride(), *out.stride(), parts,
         K=terms.shape[1], M=index.shape[1], SOFTMAX=softmax,
-        DEPTH=depth, LANES=LANES, VEC=vector, num_warps=WARPS, num_stages=1,
+        DEPTH=depth, LANES=LANES, VEC=vector, **OPTIONS,
     )  # fmt: skip

@@ -8,10 +8,11 @@ Every argument that is not `constexpr` is excluded from specialisation: there is
 
 NOTE [Rows as 16-byte groups]
 A row of an odd vocabulary starts anywhere. Each row is cut, by its address, into `head` single elements up to the
-first 16-byte boundary, `groups` groups of VEC elements, and fewer than VEC single elements after them. The groups
-are loaded as tiles [LANES, DEPTH, VEC]: LANES is the number of threads, so that one thread holds the VEC elements of
-DEPTH groups, and a reduction over axes 1 and 2 stays inside the thread. Masks are constant along VEC, which keeps
-the accesses 16 bytes wide. The single elements at both ends (`edges`) are one small masked access of part 0.
+first 16-byte boundary, `groups` groups of VEC elements, and fewer than VEC single elements after them. DEPTH tiles
+[LANES, VEC] of groups are loaded together; LANES is the number of threads, so that a thread holds one group of each,
+and a reduction over VEC and the tiles stays inside the thread. (One block [LANES, DEPTH, VEC] would leave the
+compiler a choice, and Triton 3.6 and 3.7 choose differently.) Masks are constant along VEC, which keeps the accesses
+16 bytes wide. The single elements at both ends (`edges`) are one small masked access of part 0.
 VEC = 1 (another stride than 1 along the vocabulary, or an output aligned otherwise than x) has no edges.
 """
 
@@ -68,9 +69,9 @@ def _body(row_ptr, head, VEC: tl.constexpr):
 
 
 @triton.jit
-def _tile(first, last, DEPTH: tl.constexpr, LANES: tl.constexpr):
-    """Groups of the tile that starts at group `first`, and whether they are in the part, [LANES, DEPTH, 1]."""
-    group = first + tl.arange(0, LANES)[:, None, None] + tl.arange(0, DEPTH)[None, :, None] * LANES
+def _tile(first, last, k: tl.constexpr, LANES: tl.constexpr):
+    """Groups of tile k of those that start at group `first`, and whether they are in the part, [LANES, 1]."""
+    group = first + k * LANES + tl.arange(0, LANES)[:, None]
     return group, group < last
 
 
@@ -78,25 +79,28 @@ def _tile(first, last, DEPTH: tl.constexpr, LANES: tl.constexpr):
 def _addresses(body_ptr, group, stride, WIDTH: tl.constexpr):
     """Addresses of a tile: aligned to 16 bytes where WIDTH > 1, with any vocabulary stride where WIDTH is 1."""
     if WIDTH > 1:
-        column = group * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-        return tl.multiple_of(body_ptr + column, (1, 1, 16))
+        return tl.multiple_of(body_ptr + group * WIDTH + tl.arange(0, WIDTH)[None, :], (1, 16))
     else:
         return body_ptr + group.to(tl.int64) * stride
 
 
 @triton.jit
-def _load_tile(
+def _load_tiles(
     body_ptr, first, last, stride, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """The tile of x that starts at group `first`, zero from group `last` on."""
+    """The DEPTH tiles of x that start at group `first`, as a tuple; zero from group `last` on."""
     WIDTH: tl.constexpr = VEC // 2 if body_ptr.dtype.element_ty == tl.int32 else VEC
-    group, present = _tile(first, last, DEPTH, LANES)
-    return tl.load(_addresses(body_ptr, group, stride, WIDTH), mask=present, other=0)
+    tiles = ()
+    for k in tl.static_range(DEPTH):
+        group, present = _tile(first, last, k, LANES)
+        tile = tl.load(_addresses(body_ptr, group, stride, WIDTH), mask=present, other=0)
+        tiles = tiles + (tile,)
+    return tiles
 
 
 @triton.jit
 def _unpack(tile, flip):
-    """A loaded tile as float32 [LANES, DEPTH, VEC], negated where `flip`.
+    """A loaded tile as float32 [LANES, VEC], negated where `flip`.
 
     A word holds two bf16; each becomes float32, sign included, by one integer operation, where taking the word
     apart, converting and multiplying by the sign would be three.
@@ -105,8 +109,7 @@ def _unpack(tile, flip):
         sign = tl.where(flip, -2147483648, 0).to(tl.int32)
         low = ((tile << 16) + sign).to(tl.float32, bitcast=True)
         high = ((tile & -65536) ^ sign).to(tl.float32, bitcast=True)
-        pairs = tl.join(low, high)
-        return pairs.reshape(tile.shape[0], tile.shape[1], tile.shape[2] * 2)
+        return tl.join(low, high).reshape(tile.shape[0], tile.shape[1] * 2)
     else:
         return tile.to(tl.float32) * tl.where(flip, -1.0, 1.0)
 
@@ -123,7 +126,7 @@ def _unpack(tile, flip):
 #
 #     mass' = exp(rate step) mass      first' = exp(rate step) (first + step mass)      spread' = spread + count step
 #
-# A tile raises the maximum of a thread once, so there is one exponential per element and one per DEPTH * VEC elements.
+# DEPTH tiles raise the maximum of a thread once: one exponential per element and one more per DEPTH * VEC elements.
 # Differences are taken before scaling: a large common offset of the logits costs no digits. Special values:
 # - d and step are raised to `floor`, where exp(rate floor) is 0 in float32: -inf * 0 never arises. max drops NaN.
 # - spread uses d as it is, so a row with NaN or +inf has spread NaN, and nothing else has: this is how NaN gets out.
@@ -146,18 +149,34 @@ def _raise(peak, mass, first, spread, count, top, rate):
 
 
 @triton.jit
-def _absorb(peak, mass, first, spread, count, x, present, rate):
-    """Adds the tile x [LANES, DEPTH, VEC], -inf where not `present`, to the sums [LANES] of `count` elements."""
-    top = tl.maximum(peak, tl.max(tl.max(x, 2), 1))
+def _absorb(
+    peak, mass, first, spread, count, tiles, flip, rate, begin, end,
+    MASKED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles at group `begin`, up to group `end` where MASKED, to the sums [LANES] of `count` elements."""
+    top = peak
+    for k in tl.static_range(DEPTH):
+        x = _unpack(tiles[k], flip)
+        if MASKED:
+            x = tl.where(_tile(begin, end, k, LANES)[1], x, -float("inf"))
+        top = tl.maximum(top, tl.max(x, 1))
     mass, first, spread = _raise(peak, mass, first, spread, count, top, rate)
-    d = x - tl.where(top == -float("inf"), 0.0, top)[:, None, None]
-    held = tl.maximum(d, _floor(rate))
-    e = tl.exp2(held * (rate * LOG2E))
-    e = tl.where(present, e, 0.0)  # where rate is 0 the floor does not do it
-    mass += tl.sum(tl.sum(e, 2), 1)
-    first += tl.sum(tl.sum(e * held, 2), 1)
-    spread += tl.sum(tl.sum(tl.where(present, d, 0.0), 2), 1)
-    return top, mass, first, spread
+    anchor = tl.where(top == -float("inf"), 0.0, top)[:, None]
+    for k in tl.static_range(DEPTH):
+        d = _unpack(tiles[k], flip) - anchor
+        held = tl.maximum(d, _floor(rate))
+        e = tl.exp2(held * (rate * LOG2E))
+        if MASKED:
+            present = _tile(begin, end, k, LANES)[1]
+            d = tl.where(present, d, 0.0)
+            e = tl.where(present, e, 0.0)
+            count += tl.sum(present.to(tl.float32), 1) * VEC
+        else:
+            count += VEC
+        mass += tl.sum(e, 1)
+        first += tl.sum(e * held, 1)
+        spread += tl.sum(d, 1)
+    return top, mass, first, spread, count
 
 
 @triton.jit
@@ -244,7 +263,7 @@ def row_stats_kernel(
     row_ptr = x_ptr + _row_offset(row, inner, outer_stride, inner_stride)
     head, groups, begin, end = _cut(row_ptr, vocab, part, parts, LANES, VEC)
     body_ptr = _body(row_ptr, head, VEC)
-    ahead = _load_tile(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
+    ahead = _load_tiles(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
 
     peak = tl.full([LANES], -float("inf"), tl.float32)
     mass = tl.zeros([LANES], tl.float32)
@@ -261,19 +280,18 @@ def row_stats_kernel(
         spread = tl.where(there, edge - tl.where(finite, edge, 0.0), 0.0)
         count = there.to(tl.float32)
 
-    full = 0.0
     while begin + DEPTH * LANES < end:
+        tiles = ahead
+        ahead = _load_tiles(body_ptr, begin + DEPTH * LANES, end, stride, DEPTH, LANES, VEC)
+        peak, mass, first, spread, count = _absorb(
+            peak, mass, first, spread, count, tiles, flip, rate, begin, end,
+            False, DEPTH, LANES, VEC,
+        )  # fmt: skip
         begin += DEPTH * LANES
-        x = _unpack(ahead, flip)
-        ahead = _load_tile(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
-        peak, mass, first, spread = _absorb(peak, mass, first, spread, count + full, x, True, rate)
-        full += DEPTH * VEC
-    count += full
-    present = _tile(begin, end, DEPTH, LANES)[1]
-    x = tl.where(present, _unpack(ahead, flip), -float("inf"))
-    peak, mass, first, spread = _absorb(peak, mass, first, spread, count, x, present, rate)
-    count += tl.sum(tl.sum(present.to(tl.float32), 2), 1) * VEC
-
+    peak, mass, first, spread, count = _absorb(
+        peak, mass, first, spread, count, ahead, flip, rate, begin, end,
+        True, DEPTH, LANES, VEC,
+    )  # fmt: skip
     peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate)
     if parts == 1:
         _store_stats(
@@ -456,25 +474,27 @@ def row_grad_kernel(
     head, groups, begin, end = _cut(x_row, vocab, part, parts, LANES, VEC)
     x_body = _body(x_row, head, VEC)
     read_end = tl.where(read, end, 0)
-    ahead = _load_tile(x_body, begin, read_end, x_stride, DEPTH, LANES, VEC)
+    ahead = _load_tiles(x_body, begin, read_end, x_stride, DEPTH, LANES, VEC)
     if VEC > 1:
         lone, there = _edges(head, groups, vocab, part, LANES, VEC)
-        x = tl.load(x_row + lone, mask=there & (lone < tl.where(read, vocab, 0)), other=0.0).to(
-            tl.float32
-        )
+        readable = there & (lone < tl.where(read, vocab, 0))
+        x = tl.load(x_row + lone, mask=readable, other=0.0).to(tl.float32)
         ends = _value(x, lone, 0, vocab, terms, affine, columns, weights, K, M, SOFTMAX)
         tl.store(out_row + lone, ends.to(out_ptr.dtype.element_ty), mask=there)
 
     while begin < end:
-        group, present = _tile(begin, end, DEPTH, LANES)
-        column = head + group * VEC + tl.arange(0, VEC)[None, None, :]
-        low = head + begin * VEC
-        tile = _unpack(ahead, False)
-        begin += DEPTH * LANES
-        ahead = _load_tile(x_body, begin, read_end, x_stride, DEPTH, LANES, VEC)
-        value = _value(
-            tile, column, low, low + DEPTH * LANES * VEC, terms, affine, columns, weights,
-            K, M, SOFTMAX,
+        tiles = ahead
+        ahead = _load_tiles(
+            x_body, begin + DEPTH * LANES, read_end, x_stride, DEPTH, LANES, VEC
         )  # fmt: skip
-        here = _addresses(out_row + head, group, out_stride, VEC)
-        tl.store(here, value.to(out_ptr.dtype.element_ty), mask=present)
+        for k in tl.static_range(DEPTH):
+            group, present = _tile(begin, end, k, LANES)
+            column = head + group * VEC + tl.arange(0, VEC)[None, :]
+            low = head + (begin + k * LANES) * VEC
+            value = _value(
+                _unpack(tiles[k], False), column, low, low + LANES * VEC,
+                terms, affine, columns, weights, K, M, SOFTMAX,
+            )  # fmt: skip
+            here = _addresses(out_row + head, group, out_stride, VEC)
+            tl.store(here, value.to(out_ptr.dtype.element_ty), mask=present)
+        begin += DEPTH * LANES

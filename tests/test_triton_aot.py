@@ -3,6 +3,7 @@
 What the launchers would launch is recorded, then compiled; registers and spills are read from the assembler's report.
 """
 
+import inspect
 import re
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class Recorder:
         return self.launch
 
     def launch(self, *arguments: Any, **named: Any) -> None:
-        options = {k: named.pop(k) for k in ("num_warps", "num_stages") if k in named}
+        options = {k: named.pop(k) for k in cuda.OPTIONS}
         arguments = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
         signature, constants = {}, {}
         for parameter in self.kernel.params:
@@ -81,71 +82,62 @@ def grad_arguments(rows: int, terms: int, hots: int) -> tuple[Tensor, Tensor, Te
 
 class Report(NamedTuple):
     registers: int
-    spilled_bytes: int
-    stack_bytes: int
+    stack_bytes: int  # spilled registers, and arrays that could not be kept in registers
     ptx: str
 
 
 def compiled(launch: Launch, capability: int, tmp_path: Path) -> Report:
-    """Compiles for `capability` and assembles verbosely."""
+    """Compiles for `capability`; the report is that of the assembler, in the binary."""
     source = ASTSource(launch.kernel, launch.signature, constexprs=launch.constants)
     target = GPUTarget("cuda", capability, 32)
-    ptx = triton.compile(source, target=target, options=launch.options).asm["ptx"]
-    file = tmp_path / "kernel.ptx"
-    file.write_text(ptx)
-    (arch,) = re.findall(r"^\.target (\w+)", ptx, re.M)
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file, "-o", "/dev/null"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    (registers,) = map(int, re.findall(r"Used (\d+) registers", text))
-    stack, stores, loads = map(
-        int, re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", text)
-    )
-    return Report(registers, stores + loads, stack, ptx)
+    kernel = triton.compile(source, target=target, options=launch.options)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ((registers, stack, local),) = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    return Report(int(registers), int(stack) + int(local), kernel.asm["ptx"])
 
 
 # ---- what is compiled ---------------------------------------------------------------------------------------------
 
-# registers: at most 72 leave room for 7 resident programs of 128 threads on one multiprocessor, 80 for 6, 128 for 4
-STATS = [(FP32, VOCAB, 72), (BF16, VOCAB, 80), (FP16, VOCAB, 80)]
-UNALIGNED = [(FP32, 96), (BF16, 96)]
-# dtype, out dtype, K, M, softmax, registers
+# With 72 registers 7 programs of 128 threads are resident on a multiprocessor, with 64 there are 8.
+REGISTERS = 72
+DTYPES = [FP32, BF16, FP16]
+# dtype, out dtype, K, M, softmax
 GRADS = [
-    (FP32, FP32, 1, 1, False, 80),
-    (BF16, BF16, 1, 1, False, 104),
-    (FP16, FP16, 1, 1, False, 104),
-    (BF16, FP32, 1, 1, False, 104),
-    (FP32, BF16, 1, 1, False, 104),
-    (FP32, FP32, 2, 2, False, 104),
-    (BF16, BF16, 2, 2, False, 128),
-    (BF16, BF16, 0, 1, False, 104),
-    (BF16, BF16, 1, 0, False, 104),
-    (FP32, FP32, 1, 1, True, 104),
-    (BF16, BF16, 1, 1, True, 128),
+    (FP32, FP32, 1, 1, False),
+    (BF16, BF16, 1, 1, False),
+    (BF16, BF16, 2, 2, False),
+    (FP16, FP16, 1, 1, False),
+    (BF16, FP32, 1, 1, False),
+    (FP32, BF16, 1, 1, False),
+    (FP32, FP32, 2, 2, False),
+    (BF16, BF16, 0, 1, False),
+    (BF16, BF16, 1, 0, False),
+    (FP32, FP32, 1, 1, True),
+    (BF16, BF16, 1, 1, True),
 ]
 CAPABILITIES = [90, 80]
 
 
-def check(report: Report, registers: int) -> None:
-    assert report.spilled_bytes == 0
+def check(report: Report) -> None:
     assert report.stack_bytes == 0
-    assert report.registers <= registers
+    assert report.registers <= REGISTERS
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("dtype", "vocab", "registers"), STATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_row_stats(
-    launches: list[Launch],
-    tmp_path: Path,
-    dtype: torch.dtype,
-    vocab: int,
-    registers: int,
-    capability: int,
+    launches: list[Launch], tmp_path: Path, dtype: torch.dtype, capability: int
 ) -> None:
-    cuda.row_stats(torch.zeros(3, vocab, dtype=dtype), None, 1.0)
+    cuda.row_stats(torch.zeros(3, VOCAB, dtype=dtype), None, 1.0)
     (launch,) = launches
     report = compiled(launch, capability, tmp_path)
-    check(report, registers)
+    check(report)
     assert "ld.global.v4.b32" in report.ptx
+    # the threads of a warp meet only to merge: 5 steps for the maximum and each of 4 sums, again over the warps
+    assert report.ptx.count("shfl.sync") <= 2 * 5 * 5
     # per thread: one per element in the loop and in the last tile, one per tile, one to merge the threads
     elements = launch.constants["DEPTH"] * launch.constants["VEC"]
     assert report.ptx.count("ex2.approx.ftz") == 2 * (elements + 1) + 1
@@ -156,7 +148,7 @@ def test_row_stats_with_a_vocabulary_stride(
     launches: list[Launch], tmp_path: Path, dtype: torch.dtype
 ) -> None:
     cuda.row_stats(torch.zeros(3, VOCAB, 2, dtype=dtype)[..., 0], None, 1.0)
-    check(compiled(launches[0], 90, tmp_path), 96)
+    check(compiled(launches[0], 90, tmp_path))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -166,12 +158,12 @@ def test_merge_parts(launches: list[Launch], tmp_path: Path, capability: int) ->
         "row_stats_kernel",
         "merge_parts_kernel",
     ]
-    check(compiled(launches[1], capability, tmp_path), 48)
+    check(compiled(launches[1], capability, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out", "terms", "hots", "softmax", "registers", "capability"),
-    [(*grad, 90) for grad in GRADS] + [(*grad, 80) for grad in GRADS[:2] + GRADS[6:7]],
+    ("dtype", "out", "terms", "hots", "softmax", "capability"),
+    [(*grad, 90) for grad in GRADS] + [(*grad, 80) for grad in GRADS[:3]],
 )
 def test_row_grad(
     launches: list[Launch],
@@ -181,14 +173,13 @@ def test_row_grad(
     terms: int,
     hots: int,
     softmax: bool,
-    registers: int,
     capability: int,
 ) -> None:
     x = torch.zeros(3, VOCAB, dtype=dtype)
     cuda.row_grad(x, *grad_arguments(3, terms, hots), softmax, out)
     (launch,) = launches
     report = compiled(launch, capability, tmp_path)
-    check(report, registers)
+    check(report)
     assert "ld.global.v4.b32" in report.ptx
     assert "st.global.v4.b32" in report.ptx
 
@@ -200,7 +191,7 @@ def test_row_grad_of_rows_aligned_otherwise_than_x(
     cuda.row_grad(
         torch.zeros(3, 1001, dtype=dtype)[:, :1000], *grad_arguments(3, 1, 1), False, dtype
     )
-    check(compiled(launches[0], 90, tmp_path), 96)
+    check(compiled(launches[0], 90, tmp_path))
 
 
 def test_in_place_runs_the_kernel_of_out_of_place(launches: list[Launch]) -> None:
@@ -237,6 +228,39 @@ def test_no_copy_and_few_launches(launches: list[Launch], monkeypatch: pytest.Mo
         launches.clear()
         cuda.row_stats(torch.zeros(shape).permute(order), None, 1.0)
         assert len(launches) == wanted
+
+
+# The largest logits of the users, 2^33.9 elements: memory that a meta tensor does not have.
+ROWS_MAX, VOCAB_OF_ROWS_MAX = 205_280, 76_032
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_launches_wait_for_nothing_and_count_in_64_bits(
+    launches: list[Launch], dtype: torch.dtype
+) -> None:
+    """A meta tensor has no values: whatever asks for one, as a wait for the device would, raises."""
+    rows, vocab = ROWS_MAX, VOCAB_OF_ROWS_MAX
+    x = torch.empty(rows, vocab, dtype=dtype, device="meta")
+    packed = [t.to("meta") for t in grad_arguments(1, 1, 1)]
+    terms, affine, index, weight = (t.expand(rows, *t.shape[1:]) for t in packed)
+    scale = torch.empty(rows, 1, device="meta")
+    assert [s.shape for s in cuda.row_stats(x, scale, 0.5)] == [(rows, 1)] * 4
+    assert cuda.row_grad(x, terms, affine, index, weight, False, dtype).shape == x.shape
+    cuda.row_grad_(x, terms, affine, index, weight, False)
+    cuda.row_stats(x[:8], None, 1.0)  # in parts
+    for launch in launches:
+        assert all(
+            kind == "i64"
+            for name, kind in launch.signature.items()
+            if name == "rows" or name.endswith("stride")
+        )
+    assert len(launches) == 5
+
+
+@pytest.mark.parametrize("name", ["row_stats_kernel", "merge_parts_kernel", "row_grad_kernel"])
+def test_kernels_are_short(name: str) -> None:
+    source = inspect.getsource(getattr(triton_kernels, name).fn)
+    assert len(source.splitlines()) <= 70
 
 
 def test_the_package_needs_no_triton() -> None:
