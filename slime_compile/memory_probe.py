@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _EventType
 
 ENVIRONMENT = "SLIME_MEM_PROBE"
 _OFF_WORDS = ("", "0", "false", "off", "no")
@@ -258,17 +259,34 @@ class _CpuMeter:
             return
         self._profile.__exit__(None, None, None)
         profiler: Any = self._profile.profiler
-        changes = [
-            (event.start_ns(), event.nbytes())
-            for event in profiler.kineto_results.events()
-            if event.name() == "[memory]" and event.device_type() == _autograd.DeviceType.CPU
-        ]
-        held = peak = 0
-        for _, size in sorted(changes, key=lambda change: change[0]):
-            held += size
-            peak = max(peak, held)
-        self.peak_allocated = peak
+        self.peak_allocated = _peak_of(_allocations(profiler.kineto_results))
         self._profile = None
+
+
+def _allocations(results: Any) -> list[Any]:
+    """What was allocated and freed on the CPU, in order; each has an address and a size, below 0 for freed."""
+    found, events = [], list(results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append(event)
+    found.sort(key=lambda event: event.start_time_ns)
+    return [event.extra_fields for event in found]
+
+
+def _peak_of(allocations: list[Any]) -> int:
+    """Most bytes at one time; what was there before is not counted, nor that it is freed."""
+    sizes: dict[int, int] = {}
+    held = peak = 0
+    for each in allocations:
+        if each.alloc_size > 0:
+            sizes[each.ptr] = each.alloc_size
+            held += each.alloc_size
+        else:
+            held -= sizes.pop(each.ptr, 0)
+        peak = max(peak, held)
+    return peak
 
 
 def _host_rss() -> int:

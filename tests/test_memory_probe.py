@@ -58,6 +58,18 @@ def test_forward_and_backward_are_both_seen() -> None:
     assert peak > 3 * LOGITS_BYTES  # ones and exp are saved, the square is made: then gradients
 
 
+def test_what_an_earlier_step_left_is_not_subtracted() -> None:
+    """A training loop drops the last step's tensors in the middle of the next one."""
+    peaks = []
+    held = torch.zeros(())
+    for _ in range(2):
+        with memory_probe("step", enabled=True, device="cpu", log=lambda line: None) as probe:
+            held = held.new_zeros(ROWS, VOCAB)  # the old one is dropped when there is a new one
+            held.exp()
+        peaks.append(record_of(probe).peak_allocated)
+    assert peaks == [2 * LOGITS_BYTES] * 2
+
+
 def test_tokens_of_several_micro_batches() -> None:
     with memory_probe("step", enabled=True, device="cpu", log=lambda line: None) as probe:
         probe.saw(torch.zeros(1, 5, 7))
