@@ -3,8 +3,8 @@ vocabulary.
 
 Entry point: `memory_probe`, off unless `SLIME_MEM_PROBE` is set (or `enabled=True`), and then one
 look at the environment. On CUDA the numbers are the allocator's, and a probe within a probe is
-measured too. On the CPU, where torch keeps no peak, they are the profiler's memory events: good for
-small runs, not free.
+measured too. On the CPU, where torch keeps no peak, they are the profiler's memory events of the
+thread that runs the step: good for small runs, not free.
 
 Not handled: memory that torch does not allocate (NCCL's buffers, CUDA's context), apart from the
 host's resident set.

@@ -1,7 +1,7 @@
 """Packed micro-batches: targets and response rows against a layout built sample by sample."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import slime_compile
+from slime_compile.memory_probe import memory_probe
 from slime_compile.packed import (
     Packing,
     flatten_logits,
@@ -212,6 +214,79 @@ def test_log_probs_of_all_rows_at_once(
         assert reference is not None or responses[sample] == 0
         reference = torch.zeros_like(full[sample]) if reference is None else reference
         torch.testing.assert_close(got_grad[sample], reference, rtol=0, atol=1e-14)
+
+
+# The old way against the packed way, compiled: a real vocabulary, so that the pass looks at it.
+WIDE = 2048
+LONG = Packing([400, 300, 260, 64], [300, 100, 200, 48])  # 1024 rows, 8 MiB of float32 logits
+TEMPERATURE = 0.8
+
+
+def loss_of_rows(rows: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Weighted log-probs and entropies; `[N, V]`, `[N]`, `[N]` to one number."""
+    log_probs = (rows / TEMPERATURE).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    taken = log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return -(weight * (taken + 0.1 * entropy)).sum()
+
+
+def loss_of_samples(logits: Tensor, tokens: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Sample by sample from `[1, T, V]`: cut out the rows, then the same."""
+    loss, end = logits.new_zeros(()), 0
+    for sample, (total, response) in enumerate(
+        zip(LONG.total_lengths, LONG.response_lengths, strict=True)
+    ):
+        end += total
+        rows = logits[0, end - response - 1 : end - 1]
+        loss = loss + loss_of_rows(rows, tokens[sample][-response:], weights[sample])
+    return loss
+
+
+def peak_and_gradient(loss: Callable[[Tensor], Tensor]) -> tuple[int, Tensor]:
+    """Bytes of forward and backward, logits included; they are made of a scalar leaf."""
+    generator = torch.Generator().manual_seed(1)
+    base = 3 * torch.randn(1, LONG.local_rows, WIDE, generator=generator)
+    for _ in range(2):  # the first call compiles
+        with memory_probe("loss", enabled=True, device="cpu", log=lambda line: None) as probe:
+            logits = base + torch.zeros((), requires_grad=True)
+            gradients: list[Tensor] = []
+            logits.register_hook(gradients.append)  # retain_grad would copy it
+            loss(logits).backward()
+    assert probe.record is not None
+    assert probe.record.peak_allocated is not None
+    return probe.record.peak_allocated, gradients[0]
+
+
+def test_sample_by_sample_is_as_cheap_as_packed() -> None:
+    """Under the backend a loop over samples has the packed way's peak, and one pass for all gradients."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(WIDE, (total,), generator=generator) for total in LONG.total_lengths]
+    weights = [torch.randn(r, generator=generator) / r for r in LONG.response_lengths]
+    target, weight = shifted_targets(tokens, LONG), join_responses(weights, LONG)
+    options = {"inner": "aot_eager", "strict": True}
+    compiled_packed, compiled_loop = (
+        torch.compile(function, backend="slime_fused", fullgraph=True, options=options)
+        for function in (loss_of_rows, loss_of_samples)
+    )
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "packed": lambda logits: compiled_packed(flatten_logits(logits, LONG), target, weight),
+        "loop": lambda logits: compiled_loop(logits, tokens, weights),
+        "eager loop": lambda logits: loss_of_samples(logits, tokens, weights),
+    }
+    known = len(slime_compile.reports())
+    peaks, gradients = zip(*map(peak_and_gradient, ways.values()), strict=True)
+    packed_peak, loop_peak, eager_peak = peaks
+
+    logits_bytes = LONG.local_rows * WIDE * 4
+    scratch_bytes = 6 * 2**20  # of the operators on the CPU (cpu.py)
+    assert 2 * logits_bytes <= packed_peak <= 2.01 * logits_bytes + scratch_bytes
+    assert loop_peak <= 1.01 * packed_peak
+    assert eager_peak > 3 * logits_bytes
+    for report in slime_compile.reports()[known:]:
+        assert report.fused == 2  # one pass for the statistics, one for the gradient
+        assert report.to_dict()["wide_after"] == 0
+    torch.testing.assert_close(gradients[1], gradients[2], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-5, atol=1e-7)
 
 
 def test_a_rank_without_response_stays_attached() -> None:
