@@ -105,6 +105,7 @@ class Builder:
             result = target(*fake_args, **fake_kwargs)
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = result
+        node.meta["slime_fused"] = True
         self._copy_provenance(node)
         self.created[node] = None
         self._shared[key] = node

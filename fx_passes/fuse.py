@@ -23,6 +23,7 @@ from fx_passes.builder import (
     shape_of,
     value,
 )
+from fx_passes.collectives import has_collectives, merge
 from fx_passes.forms import Form, Mask
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
@@ -113,7 +114,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
             break
     if not roots:
         return Outcome(rejections=tuple([*rejections.values()] or _too_small(graph, config)))
-    return _commit(walk, tuple(rejections.values()))
+    return _commit(walk, config, fake_mode, tuple(rejections.values()))
 
 
 def _walked(
@@ -141,8 +142,13 @@ def _root(walk: Walk, node: Node) -> Node | None:
 
 
 def _judge(walk: Walk) -> _Verdict:
-    """Which roots pay: a row value leaves, and fewer full-vocabulary values are left than were found."""
-    live = _live(walk.graph, walk.replacements)
+    """Which roots pay: a row value leaves, and fewer full-vocabulary values are left than were found.
+
+    In a graph with collectives forward alone decides: a rank that needs no gradient has no more than that, and all
+    ranks must exchange the same.
+    """
+    forward = has_collectives(walk.graph)
+    found, live = (_live(walk.graph, r, forward) for r in ({}, walk.replacements))
     accepted, refused = set(), {}
     for root in sorted(walk.softmax_roots):
         leaves = any(
@@ -150,7 +156,7 @@ def _judge(walk: Walk) -> _Verdict:
             for node, (_, of) in walk.row_values.items()
             if of is root
         )
-        before, after = _wide_of(walk, root, live)
+        before, after = _wide_of(walk, root, found if forward else None, live)
         if not leaves:
             refused[root] = "no value per row leaves: its softmax is used in full"
         elif after >= before:
@@ -161,11 +167,17 @@ def _judge(walk: Walk) -> _Verdict:
     return _Verdict(frozenset(accepted), refused)
 
 
-def _live(graph: Graph, replacements: dict[Node, Node]) -> set[Node]:
-    """What is computed once the replacements are in place."""
+def _live(graph: Graph, replacements: dict[Node, Node], forward: bool = False) -> set[Node]:
+    """What is computed once the replacements are in place; `forward`: for what forward returns only."""
     output = next(iter(reversed(graph.nodes)))
-    stack, live = [output], {output}
-    effects = [n for n in graph.nodes if n.op == "call_function" and n.is_impure()]
+    stack = [n for n in output.all_input_nodes if not is_backward(n)] if forward else [output]
+    stack = [replacements.get(node, node) for node in stack]
+    live = {output, *stack}
+    effects = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and n.is_impure() and not (forward and is_backward(n))
+    ]
     stack += effects
     live.update(effects)
     while stack:
@@ -181,10 +193,13 @@ def _used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
     return any(user in live and not walk.builder.made(user) for user in node.users)
 
 
-def _wide_of(walk: Walk, root: Node, live: set[Node]) -> tuple[int, int]:
-    """Full-vocabulary values of one root before and after, gradients that leave not counted."""
+def _wide_of(walk: Walk, root: Node, found: set[Node] | None, live: set[Node]) -> tuple[int, int]:
+    """Full-vocabulary values of one root before and after, gradients that leave not counted; before: in `found`."""
     region = [
-        n for n in _region(walk) if _root(walk, n) is root or n in _refused_over(walk, {root})
+        n
+        for n in _region(walk)
+        if (_root(walk, n) is root or n in _refused_over(walk, {root}))
+        and (found is None or n in found)
     ]
     leaving = _leaving(walk)
     made = [
@@ -265,7 +280,9 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
 # -- committing ---------------------------------------------------------------------------------------
 
 
-def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
+def _commit(
+    walk: Walk, config: FuseConfig, fake_mode: Any, rejections: tuple[Rejection, ...]
+) -> Outcome:
     graph, roots = walk.graph, walk.softmax_roots
     wide = _region(walk)
     counted = wide - _leaving(walk)
@@ -275,11 +292,18 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
     fused = tuple(_fused(walk, live))
     for old, new in walk.replacements.items():
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)  # noqa: B023
-    _sort(graph)
-    graph.eliminate_dead_code()
+    _tidy(graph)
+    merged = merge(
+        graph,
+        fake_mode,
+        lambda node: node in wide or _looks_wide(node, roots),
+        config.merge_collectives,
+    )
+    _tidy(graph)
     graph.lint()
     wide |= {n for n in graph.nodes if n in walk.grad_nodes or _is_wide_copy(walk, n)}
     after = [n for n in graph.nodes if n in wide and not (n in walk.grad_nodes and is_backward(n))]
+    notes = [text for root, text in walk.notes.values() if root in roots]
     return Outcome(
         fused=fused,
         rejections=rejections,
@@ -287,12 +311,14 @@ def _commit(walk: Walk, rejections: tuple[Rejection, ...]) -> Outcome:
         wide_after=len(after),
         saved_bytes_before=saved_before,
         saved_bytes_after=_saved_bytes(graph, wide),
-        notes=tuple(dict.fromkeys(text for root, text in walk.notes.values() if root in roots)),
+        collectives_before=merged.before,
+        collectives_after=merged.after,
+        notes=tuple(dict.fromkeys(notes)) + merged.notes,
     )
 
 
 def _looks_wide(node: Node, roots: Iterable[Node]) -> bool:
-    if node.target in MATMULS:
+    if node.target in MATMULS or not isinstance(value(node), torch.Tensor):
         return False
     shape = shape_of(node)
     return len(shape) >= 2 and any(same(shape[-1], shape_of(root)[-1]) for root in roots)
@@ -360,6 +386,11 @@ def _describe(kind: str, origin: Node, node: Node) -> Fused:
     tensor = found[0] if isinstance(found, (tuple, list)) else found
     shape = tuple(s if isinstance(s, int) else str(s) for s in tensor.shape)
     return Fused(kind, source_of(origin), shape, tensor.dtype)
+
+
+def _tidy(graph: Graph) -> None:
+    _sort(graph)
+    graph.eliminate_dead_code()
 
 
 def _sort(graph: Graph) -> None:

@@ -21,11 +21,13 @@ class FuseConfig:
         min_vocab: smallest last dimension that is taken for a vocabulary.
         save: what backward reads, "logits" (recompute the exponentials) or "softmax" (keep and reuse the buffer).
         verify: run the region before and after on random data and refuse on a mismatch.
+        merge_collectives: exchange the row values of a vocabulary-parallel loss by one all-gather.
     """
 
     min_vocab: int = 1024
     save: Save = "logits"
     verify: bool = False
+    merge_collectives: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Outcome:
     """What `fuse` did to one graph; `fused` is empty exactly if the graph is unchanged.
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
-    `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps.
+    `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps; `collectives_*` count the functional
+    collectives of the graph.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -63,4 +66,6 @@ class Outcome:
     wide_after: int = 0
     saved_bytes_before: int = 0
     saved_bytes_after: int = 0
+    collectives_before: int = 0
+    collectives_after: int = 0
     notes: tuple[str, ...] = ()

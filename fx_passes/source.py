@@ -1,8 +1,12 @@
-"""Where the user wrote a node: the last frame of its stack trace, as `file:line`."""
+"""Where the user wrote a node: the last frame of its stack trace that is not torch's own, as `file:line`."""
 
 import re
+from pathlib import Path
 
+import torch
 from torch.fx import Node
+
+_TORCH = str(Path(torch.__file__).parent)
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
@@ -14,5 +18,6 @@ def frames(stack_trace: str) -> list[tuple[str, int, str]]:
 
 def source_of(node: Node) -> str:
     """`file:line` of the innermost user frame, or "" where torch recorded none."""
-    found = frames(node.meta.get("stack_trace") or "")
+    every = frames(node.meta.get("stack_trace") or "")
+    found = [frame for frame in every if not frame[0].startswith(_TORCH)] or every
     return f"{found[-1][0]}:{found[-1][1]}" if found else ""

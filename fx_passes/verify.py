@@ -1,7 +1,7 @@
 """Translation validation: run a graph and its rewrite on the same random data and compare what they return.
 
 Entry point: `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for symbolic sizes),
-on the device of the inputs. Collectives are left out of both runs: they act on row scalars that both have alike.
+on the device of the inputs. Collectives are taken as if every rank had the same data.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.distributed_c10d import _get_group_size_by_name
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 # Relative to the largest element: a few roundings, far below any wrong coefficient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
-class _WithoutCollectives(Interpreter):
+class _AlikeRanks(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(target, "namespace", "") == "_c10d_functional":
-            name = target._schema.name.split("::")[-1]
-            if name not in ("all_reduce", "wait_tensor"):
-                raise NotImplementedError(f"verify=True cannot run {target}")
+        if getattr(target, "namespace", "") != "_c10d_functional":
+            return super().call_function(target, args, kwargs)
+        name = target._schema.name.split("::")[-1]
+        if name == "wait_tensor" or (name == "all_reduce" and args[1] in ("max", "min", "avg")):
             return args[0].clone()
-        return super().call_function(target, args, kwargs)
+        if name == "all_reduce" and args[1] == "sum":
+            return args[0] * _get_group_size_by_name(args[2])
+        if name == "all_gather_into_tensor":
+            return torch.cat([args[0]] * args[1])
+        raise NotImplementedError(f"verify=True cannot run {target}")
 
 
 def mismatch(before: Graph, after: Graph, root: torch.nn.Module) -> str | None:
@@ -50,7 +55,7 @@ def _first_difference(wanted: list[Any], found: list[Any]) -> str | None:
 def _run(graph: Graph, root: torch.nn.Module, inputs: list[Any]) -> list[Any]:
     torch.manual_seed(0)
     copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in inputs]
-    outputs = _WithoutCollectives(GraphModule(root, graph)).run(*copies, enable_io_processing=False)
+    outputs = _AlikeRanks(GraphModule(root, graph)).run(*copies, enable_io_processing=False)
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 

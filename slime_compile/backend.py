@@ -25,7 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 
 import fx_passes
 from fx_passes import inplace
-from slime_compile import ops, report
+from fx_passes.eager_gradients import keep_eager_gradients
+from fx_passes.source import source_of
+from slime_compile import check_ranks, ops, report
 from slime_compile.options import Options
 from slime_compile.version import __version__
 
@@ -56,6 +58,7 @@ def slime_fused(
             f"mode={mode!r} is inductor's and needs inner='inductor', got inner='aot_eager'"
         )
     record = report.keep(new_record(gm, example_inputs, chosen))
+    prepare(gm, record)
     with functorch_config.patch(_FUNCTORCH):
         if chosen.inner == "aot_eager":
             return compile_eager(gm, example_inputs, chosen, record)
@@ -77,6 +80,15 @@ def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     """What is known about a graph from the start: name, identity, and the inputs that may not be overwritten."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
     return report.Record(_name(gm), _identity(gm, options, held), held)
+
+
+def prepare(gm: GraphModule, record: report.Record) -> None:
+    """What Dynamo's graph needs before AOTAutograd differentiates it."""
+    for node in keep_eager_gradients(gm):
+        where = source_of(node) or node.name
+        record.note(
+            f"the collective in place at {where} has the gradient of eager code: none of its own"
+        )
 
 
 def _held(tensor: Any) -> str:
@@ -166,7 +178,11 @@ def _copied(graph: Graph) -> Graph:
 
 
 def run_fuse(graph: Graph, options: Options, record: report.Record) -> None:
-    """The fusing pass over a joint or inference graph; its report goes into the first fused operator."""
+    """The fusing pass over a joint or inference graph; its report goes into the first fused operator.
+
+    Raises:
+        check_ranks.RanksDisagree: with check_ranks=True, on all ranks of a group that would exchange different things.
+    """
 
     def edit() -> None:
         found = fx_passes.fuse(graph, options.fuse_config())
@@ -178,6 +194,11 @@ def run_fuse(graph: Graph, options: Options, record: report.Record) -> None:
         record.add(part)
 
     _guarded("the fusing pass", graph, options, record, edit)
+    if options.check_ranks:
+        module = graph.owning_module
+        missing = check_ranks.check(graph if module is None else module.graph, record.name)
+        if missing:
+            record.note(missing)
 
 
 def run_inplace(graph: Graph, donated: set[Node], options: Options, record: report.Record) -> None:
@@ -242,12 +263,12 @@ class _Pass(CustomGraphPass):
         raise NotImplementedError
 
     def uuid(self) -> Any | None:
-        """None, which switches torch's caches off, if a pass of the user's has no identity."""
+        """None, which switches torch's caches off, if a pass of the user's has no identity, or ranks are compared."""
         user = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user]
-        if not all(user):
+        if not all(user) or self.options.check_ranks:
             return None
         held = report.record(self.number).held if self.options.consume_logits else {}
-        own = ("slime_fused", type(self).__name__, __version__, _SOURCES)
+        own = ("slime_fused", type(self).__name__, __version__, _SOURCES, check_ranks.group_sizes())
         return (*own, self.options.key(), tuple(held.items()), tuple(user))
 
 

@@ -8,6 +8,7 @@ Torch's caches are not used, and the function's own compiled code stays as it is
 """
 
 import contextlib
+import dataclasses
 import inspect
 import types
 import warnings
@@ -37,7 +38,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., report.Repo
         >>> print(slime_compile.explain(loss_fn)(logits, target))
         >>> slime_compile.explain(loss_fn, consume_logits=True)(logits, target).assert_fused()
     """
-    chosen = Options.parse(options)
+    chosen = dataclasses.replace(Options.parse(options), check_ranks=False)
 
     def dry_run(*args: Any, **kwargs: Any) -> report.Report:
         return _DryRun(chosen).run(fn, args, kwargs)
@@ -78,6 +79,7 @@ class _DryRun:
         self._note_break(gm)
         record = backend.new_record(gm, example_inputs, self.options)
         self.records.append(record)
+        backend.prepare(gm, record)
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             backend.compile_eager(gm, example_inputs, self.options, record)
         return gm.forward

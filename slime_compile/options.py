@@ -32,6 +32,8 @@ class Options:
         verify: run each region before and after on random data at compile time and refuse on a mismatch.
         save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
         consume_logits: the gradient may be written over logits that the caller passed in (never over a leaf).
+        merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
+        check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
         inductor: inductor's own settings by their names (`inductor.<name>` keys).
     """
 
@@ -41,6 +43,8 @@ class Options:
     verify: bool = False
     save: Save = "logits"
     consume_logits: bool = False
+    merge_collectives: bool = True
+    check_ranks: bool = False
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -76,7 +80,12 @@ class Options:
 
     def fuse_config(self) -> FuseConfig:
         """The part that the fusing pass reads."""
-        return FuseConfig(min_vocab=self.min_vocab, save=self.save, verify=self.verify)
+        return FuseConfig(
+            min_vocab=self.min_vocab,
+            save=self.save,
+            verify=self.verify,
+            merge_collectives=self.merge_collectives,
+        )
 
 
 def known_options() -> tuple[str, ...]:

@@ -64,9 +64,21 @@ class GraphReport:
     wide_after: int = 0
     saved_bytes_before: int = 0
     saved_bytes_after: int = 0
+    collectives_before: int = 0
+    collectives_after: int = 0
     notes: tuple[str, ...] = ()
     has_vocabulary: bool = True
     cached: bool = False
+
+
+_SUMS = (
+    "wide_before",
+    "wide_after",
+    "saved_bytes_before",
+    "saved_bytes_after",
+    "collectives_before",
+    "collectives_after",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +104,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the keys are stable, sums are over all graphs."""
-        sums = ("wide_before", "wide_after", "saved_bytes_before", "saved_bytes_after")
         return {
             "fused": self.fused,
-            **{name: sum(getattr(g, name) for g in self.graphs) for name in sums},
+            **{name: sum(getattr(g, name) for g in self.graphs) for name in _SUMS},
             "rejections": [dataclasses.asdict(r) for g in self.graphs for r in g.rejections],
             "in_place": [dataclasses.asdict(p) for g in self.graphs for p in g.placements],
             "breaks": [dataclasses.asdict(f) for f in self.breaks],
@@ -129,6 +140,7 @@ class Record:
         self._parts: list[GraphReport] = []
         self._placements: list[Placement] = []
         self._failures: list[str] = []
+        self._notes: list[str] = []
 
     @property
     def traced(self) -> bool:
@@ -145,6 +157,9 @@ class Record:
     def fail(self, cause: str) -> None:
         self._failures.append(cause)
 
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
     def graph_region(self, part: GraphReport) -> str:
         """A graph's report as the text that travels in the generated code."""
         return self._region({"graph": dataclasses.asdict(part)})
@@ -159,7 +174,8 @@ class Record:
     def result(self) -> GraphReport:
         if self.traced:
             parts = self._parts or [GraphReport("")]
-            return _merged(self.name, parts, self._placements, self._failures, cached=False)
+            notes = [*self._notes, *self._failures]
+            return _merged(self.name, parts, self._placements, notes, cached=False)
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
@@ -190,22 +206,20 @@ def _merged(
     name: str,
     parts: Sequence[GraphReport],
     placements: Sequence[Placement],
-    failures: Sequence[str],
+    notes: Sequence[str],
     cached: bool,
 ) -> GraphReport:
     """One report of a graph and those nested in it."""
+    sums: dict[str, Any] = {name: sum(getattr(p, name) for p in parts) for name in _SUMS}
     return GraphReport(
+        **sums,
         name=name,
         training=any(p.training for p in parts),
         operators=sum(p.operators for p in parts),
         values=tuple(v for p in parts for v in p.values),
         placements=tuple(placements),
         rejections=tuple(r for p in parts for r in p.rejections),
-        wide_before=sum(p.wide_before for p in parts),
-        wide_after=sum(p.wide_after for p in parts),
-        saved_bytes_before=sum(p.saved_bytes_before for p in parts),
-        saved_bytes_after=sum(p.saved_bytes_after for p in parts),
-        notes=(*(n for p in parts for n in p.notes), *failures),
+        notes=(*(n for p in parts for n in p.notes), *notes),
         has_vocabulary=any(p.has_vocabulary for p in parts),
         cached=cached,
     )
@@ -229,16 +243,14 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         (f.kind, f.source, f"[{', '.join(map(str, f.shape))}]", str(f.dtype).removeprefix("torch."))
         for f in outcome.fused
     )
+    sums: dict[str, Any] = {name: int(getattr(outcome, name)) for name in _SUMS}
     return GraphReport(
+        **sums,
         name="",
         training=any(_is_tangent(n) for n in graph.find_nodes(op="placeholder")),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=outcome.rejections,
-        wide_before=int(outcome.wide_before),
-        wide_after=int(outcome.wide_after),
-        saved_bytes_before=int(outcome.saved_bytes_before),
-        saved_bytes_after=int(outcome.saved_bytes_after),
         notes=outcome.notes,
         has_vocabulary=any(_is_wide(n, min_vocab) for n in graph.nodes),
     )
@@ -254,7 +266,7 @@ def _is_wide(node: Node, min_vocab: int) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not value.dim():
         return False
-    width = value.shape[-1]
+    width: Any = value.shape[-1]
     if isinstance(width, torch.SymInt):  # by its hint, as `fuse` does
         width = width.node.hint if width.node.has_hint() else 0
     return int(width) >= min_vocab

@@ -56,6 +56,8 @@ def _graph(graph: GraphReport) -> list[str]:
             f"  full-vocabulary values {graph.wide_before} -> {graph.wide_after}, kept for backward "
             f"{_size(graph.saved_bytes_before)} -> {_size(graph.saved_bytes_after)}"
         )
+    if graph.collectives_before:
+        lines.append(f"  collectives {graph.collectives_before} -> {graph.collectives_after}")
     for each in graph.placements:
         how = "written over the logits" if each.in_place else f"not in place: {each.reason}"
         lines.append(f"  gradient at {each.source or 'unknown line'}: {how}")

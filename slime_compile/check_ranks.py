@@ -1,0 +1,126 @@
+"""`check_ranks=True`: before anything hangs, the ranks of a group compare what they are about to exchange.
+
+Entry points: `check` at compile time, `group_sizes` for the identity of compiled code. Compared are the collectives
+over each group, in order, with every value they are computed from. Not compared, since ranks may differ there: numbers
+(the start of a vocabulary shard), sizes, and all that no collective depends on. Torch's compile caches are not used.
+
+Ranks meet in the store of the default process group, under the compiled function's name and how often it was compiled,
+so a rank that compiles alone waits for `TIMEOUT` and goes on, with a note in its report.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import itertools
+import json
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.fx import Graph, Node
+
+TIMEOUT = timedelta(seconds=30)
+_compiled: collections.Counter[tuple[str, str]] = collections.Counter()
+
+
+class RanksDisagree(RuntimeError):
+    """The ranks of a process group would run different collectives."""
+
+
+def group_sizes() -> tuple[tuple[str, int], ...]:
+    """The ranks of each process group by its name: compiled code holds them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    groups = distributed_c10d._world.pg_names
+    return tuple(sorted((str(name), group.size()) for group, name in groups.items()))
+
+
+def check(graph: Graph, name: str) -> str:
+    """Compares this rank's collectives with those of the other ranks of each group.
+
+    Returns:
+        What could not be compared, or "".
+
+    Raises:
+        RanksDisagree: on every rank of the group, with the lines that differ.
+    """
+    missing = []
+    for group in dict.fromkeys(n.args[-1] for n in graph.nodes if _is_collective(n)):
+        if isinstance(group, str):
+            missing.append(_check_group(graph, name, group))
+    return "; ".join(filter(None, missing))
+
+
+def _check_group(graph: Graph, name: str, group: str) -> str:
+    ranks = distributed_c10d._world.pg_group_ranks[_group(group)]
+    mine, number = dist.get_rank(), _compiled[name, group]
+    _compiled[name, group] += 1
+    store = distributed_c10d._get_default_store()
+    keys = {rank: f"slime_fused/{group}/{name}/{number}/{rank}" for rank in ranks}
+    own = describe(graph, group)
+    store.set(keys[mine], json.dumps(own))
+    late = []
+    for rank, key in keys.items():
+        try:
+            store.wait([key], TIMEOUT)
+        except dist.DistStoreError:
+            late.append(rank)
+            continue
+        _compare(own, json.loads(store.get(key)), mine, rank, name, group)
+    if not late:
+        return ""
+    return f"check_ranks: ranks {late} of group {group} did not compile {name} within {TIMEOUT.seconds} s"
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return next(g for g, known in distributed_c10d._world.pg_names.items() if known == name)
+
+
+def _compare(own: list[str], other: list[str], mine: int, rank: int, name: str, group: str) -> None:
+    if own == other:
+        return
+    lines = difflib.unified_diff(own, other, f"rank {mine}", f"rank {rank}", lineterm="", n=1)
+    shown = "\n".join(itertools.islice(lines, 40))
+    raise RanksDisagree(
+        f"the ranks of group {group} must run the same collectives in {name}; ranks {mine} and {rank} differ:\n{shown}\n"
+        "Give all ranks the same options and the same branches of the loss."
+    )
+
+
+def describe(graph: Graph, group: str) -> list[str]:
+    """One line per collective over `group` and per value that one of them depends on."""
+    wanted = _ancestors([n for n in graph.nodes if _is_collective(n) and n.args[-1] == group])
+    number: dict[Node, int] = {}
+    lines = []
+    for node in graph.nodes:
+        if node in wanted and not isinstance(node.meta.get("val"), torch.SymInt):
+            number[node] = len(number)
+            inputs = ", ".join(f"%{number[arg]}" for arg in node.all_input_nodes if arg in number)
+            kind = node.target if node.op == "call_function" else node.op
+            lines.append(f"%{number[node]} = {kind}({inputs}) {_type(node)}".rstrip())
+    return lines
+
+
+def _type(node: Node) -> str:
+    value = node.meta.get("val")
+    return str(value.dtype) if isinstance(value, torch.Tensor) else ""
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    stack, found = list(nodes), set(nodes)
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            if arg not in found:
+                found.add(arg)
+                stack.append(arg)
+    return found
+
+
+def _is_collective(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and len(node.args) > 1
+    )
