@@ -2,8 +2,16 @@
 
     loss_fn = torch.compile(loss_fn, backend="slime_fused")       needs no import of this package
 
-Public here: `explain` (what would be fused, a dry run), `reports` (what this process has compiled), `Report`, and
-`log_probs_and_entropy` (the same operators for eager callers). Everything is imported on first use.
+What is public, by home; everything is imported on first use:
+
+    dry_run         explain: what would be fused
+    report          reports: what this process has compiled; Report
+    eager           log_probs_and_entropy: the same operators for eager callers
+    estimate        estimate_peak: the peak memory of a loss at any size; Estimate
+    packed          samples in packed logits: Packing, shifted_targets, response_slices and what goes with them
+    redistribute    redistribute_to_zigzag: per-sample values between layouts of context parallelism
+    micro_batches   micro-batches that fit: partition_by_tokens, micro_batch_count, max_tokens_for, peak_bytes
+    probe           memory_probe: one line of log per step
 """
 
 import importlib
@@ -14,21 +22,87 @@ from slime_compile.version import __version__
 if TYPE_CHECKING:
     from slime_compile.dry_run import explain
     from slime_compile.eager import log_probs_and_entropy
+    from slime_compile.estimate import Estimate, estimate_peak
+    from slime_compile.micro_batches import (
+        max_tokens_for,
+        micro_batch_count,
+        partition_by_tokens,
+        peak_bytes,
+    )
+    from slime_compile.packed import (
+        Packing,
+        ResponseSlice,
+        flatten_logits,
+        join_responses,
+        packed_log_probs,
+        response_slices,
+        row_temperature,
+        shifted_targets,
+        split_responses,
+    )
+    from slime_compile.probe import MemoryRecord, memory_probe
+    from slime_compile.redistribute import redistribute_to_zigzag
     from slime_compile.report import Report, reports
 
-__all__ = ["Report", "__version__", "explain", "log_probs_and_entropy", "reports"]
+__all__ = [
+    "Estimate",
+    "MemoryRecord",
+    "Packing",
+    "Report",
+    "ResponseSlice",
+    "__version__",
+    "estimate_peak",
+    "explain",
+    "flatten_logits",
+    "join_responses",
+    "log_probs_and_entropy",
+    "max_tokens_for",
+    "memory_probe",
+    "micro_batch_count",
+    "packed_log_probs",
+    "partition_by_tokens",
+    "peak_bytes",
+    "redistribute_to_zigzag",
+    "reports",
+    "response_slices",
+    "row_temperature",
+    "shifted_targets",
+    "split_responses",
+]
 
 _HOMES = {
-    "explain": "slime_compile.dry_run",
-    "log_probs_and_entropy": "slime_compile.eager",
-    "Report": "slime_compile.report",
-    "reports": "slime_compile.report",
+    "explain": "dry_run",
+    "log_probs_and_entropy": "eager",
+    "Estimate": "estimate",
+    "estimate_peak": "estimate",
+    "max_tokens_for": "micro_batches",
+    "micro_batch_count": "micro_batches",
+    "partition_by_tokens": "micro_batches",
+    "peak_bytes": "micro_batches",
+    "Packing": "packed",
+    "ResponseSlice": "packed",
+    "flatten_logits": "packed",
+    "join_responses": "packed",
+    "packed_log_probs": "packed",
+    "response_slices": "packed",
+    "row_temperature": "packed",
+    "shifted_targets": "packed",
+    "split_responses": "packed",
+    "MemoryRecord": "probe",
+    "memory_probe": "probe",
+    "redistribute_to_zigzag": "redistribute",
+    "Report": "report",
+    "reports": "report",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

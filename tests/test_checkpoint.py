@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import slime_compile
-from slime_compile.memory_probe import memory_probe
+from slime_compile.probe import memory_probe
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_compile import memory_probe as module
-from slime_compile.memory_probe import ENVIRONMENT, MemoryRecord, memory_probe
+from slime_compile import probe as module
+from slime_compile.probe import ENVIRONMENT, MemoryRecord, memory_probe
 
 ROWS, VOCAB = 256, 4096  # 4 MiB of float32: large beside what an operator takes for itself
 LOGITS_BYTES = ROWS * VOCAB * 4

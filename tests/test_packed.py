@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime_compile
-from slime_compile.memory_probe import memory_probe
+from slime_compile.probe import memory_probe
 from slime_compile.packed import (
     Packing,
     flatten_logits,

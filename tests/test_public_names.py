@@ -1,0 +1,43 @@
+"""What `import slime_compile` offers: everything public, nothing imported before it is used."""
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+
+import slime_compile
+
+MODULES = ["dry_run", "eager", "micro_batches", "packed", "probe", "redistribute", "report"]
+
+
+def test_every_name_is_there() -> None:
+    homes: dict[str, object] = vars(slime_compile)["_HOMES"]
+    assert set(slime_compile.__all__) == {*homes, "__version__"}
+    assert set(slime_compile.__all__) <= set(dir(slime_compile))
+    for name in homes:
+        assert not isinstance(getattr(slime_compile, name), ModuleType)
+
+
+def test_no_name_is_a_module_s() -> None:
+    """An imported submodule becomes an attribute of the package and would hide a function of its name."""
+    for module in MODULES:
+        importlib.import_module(f"slime_compile.{module}")
+        assert module not in slime_compile.__all__
+
+
+def test_functions_of_the_loss_path_are_public() -> None:
+    for module in "micro_batches", "packed", "redistribute":
+        home = importlib.import_module(f"slime_compile.{module}")
+        defined = {
+            name
+            for name, value in vars(home).items()
+            if callable(value)
+            and getattr(value, "__module__", "") == home.__name__
+            and not name.startswith("_")
+        }
+        assert defined - {"group_device"} <= set(slime_compile.__all__)
+
+
+def test_the_package_imports_nothing() -> None:
+    code = "import sys, slime_compile; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
