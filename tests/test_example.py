@@ -1,0 +1,33 @@
+"""The example runs, and shows what it says."""
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "packed_ppo_step.py"
+
+
+@pytest.fixture
+def main() -> Iterator[Callable[..., Any]]:
+    threads = torch.get_num_threads()
+    torch._dynamo.reset()
+    yield runpy.run_path(str(EXAMPLE))["main"]
+    torch.set_num_threads(threads)
+
+
+def test_packed_ppo_step(main: Callable[..., Any], tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    # 4 steps: one more than a batch has, as peaks are measured from the second batch on
+    curves = main(["--steps", "4", "--inner", "aot_eager", "--plot", str(picture)])
+    eager, fused = curves["eager"], curves["slime_fused"]
+    assert len(eager.loss) == 4
+    assert len(set(eager.loss)) == 4  # it trains
+    assert fused.loss == pytest.approx(eager.loss, rel=1e-4)
+    assert 0 < fused.peak_mib < 0.7 * eager.peak_mib
+    assert picture.stat().st_size > 0
