@@ -1,5 +1,6 @@
 """The example runs, and shows what it says."""
 
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import slime_compile
 
 pytest.importorskip("matplotlib")
 
@@ -31,3 +34,17 @@ def test_packed_ppo_step(main: Callable[..., Any], tmp_path: Path) -> None:
     assert fused.loss == pytest.approx(eager.loss, rel=1e-4)
     assert 0 < fused.peak_mib < 0.7 * eager.peak_mib
     assert picture.stat().st_size > 0
+
+
+def test_snippet_of_the_loss_path() -> None:
+    text = (EXAMPLE.parents[1] / "docs" / "loss_path.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    known = len(slime_compile.reports())
+    without_inductor = snippet.replace(
+        'backend="slime_fused"', 'backend="slime_fused", options={"inner": "aot_eager"}'
+    )
+    names: dict[str, Any] = {}
+    exec(without_inductor, names)
+    assert names["cap"] == 65
+    assert names["logits"].grad is not None
+    assert [report.fused for report in slime_compile.reports()[known:]] == [2, 2]
