@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,21 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
+import slime_compile
+
 VOCAB = 37  # odd, above MIN_VOCAB, equal to no other size here
 MIN_VOCAB = 32
 ROWS = 7  # no multiple of any chunk size in the table
 BATCH, LENGTH = 3, 5
 HIDDEN = 4
-DRAWS = 3  # pooled, so that "eager's largest error" is not one lucky number
+DRAWS = 4  # of the data, judged together
+EAGER_DRAWS = 10  # so that what is usual for a scalar is not one lucky number
 DATA = ("plain", "hard")
 
 OPTIONS: dict[str, Any] = {"inner": "aot_eager", "min_vocab": MIN_VOCAB, "strict": True}
+PLAIN = "aot_eager_decomp_partition"  # the same decompositions and partitioner, without our pass
 LEAVES = ("logits", "reference", "hidden", "weight")
+Lead = tuple[int, ...]  # the leading sizes, [N] or [B, S]
 
 SMALLER = (torch.float16, torch.bfloat16, torch.float32)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -77,20 +82,32 @@ def to_float64(values: Sequence[Any]) -> list[Any]:
 
 
 def no_worse_than_eager(
-    actual: Tensor, eager: Tensor, truth: Tensor, dtype: torch.dtype, what: str = "values"
+    actual: Tensor,
+    eager: Tensor,
+    truth: Tensor,
+    dtype: torch.dtype,
+    what: str = "values",
+    more_errors: Tensor | None = None,
 ) -> None:
     """Assert that `actual` is as near to `truth` as `eager` is.
 
-    Every element: error <= eager's largest error in this tensor + one rounding to `dtype`. All together: RMSE <=
-    2 (3 for halves or fewer than 1000 elements) x eager's RMSE + one rounding. NaN and inf are compared first; a
-    value that is finite where eager's is not has to be near the truth, if there is one.
+    All together: RMSE <= 2 (3 for halves or fewer than 1000 elements) x eager's RMSE + one rounding. Every element:
+    error <= 2 x eager's largest error in this tensor + one rounding to `dtype`, at the tensor's largest value (what an
+    element of a gradient or of a log-softmax is the difference of). NaN and inf are compared first; a value that is
+    finite where eager's is not has to be near the truth, if there is one.
+
+    NOTE [Why twice the largest error?]
+    It is the largest of a sample, and so is ours: rows of the table whose RMSE over 150 draws is eager's own (ratio
+    0.91 to 1.03, and bit for bit that of the decompositions without us) had 1.6 times eager's largest error of 24
+    draws in 4 draws of theirs. What is really less accurate shows in the RMSE.
 
     Args:
         actual: what was compiled.
         eager: plain torch in the same dtype.
         truth: plain torch in float64.
-        dtype: of the output; one rounding is half its eps.
+        dtype: of the output; one rounding is its eps.
         what: names the tensor in the message.
+        more_errors: eager's errors on other draws of the same data, so that few elements say what is usual.
     """
     assert actual.shape == eager.shape, f"{what}: shape {actual.shape}, eager has {eager.shape}"
     got, plain, true = actual.double(), eager.double(), truth.double()
@@ -98,25 +115,23 @@ def no_worse_than_eager(
     finite = got.isfinite() & true.isfinite()
     if not finite.any():
         return
+    plain = torch.where(plain.isfinite(), plain, true)
+    usual = (plain - true)[finite].abs()
+    if more_errors is not None:
+        usual = torch.cat([usual, more_errors])
     got, true = got[finite], true[finite]
-    plain = torch.where(plain.isfinite(), plain, torch.nan_to_num(truth.double()))[finite]
     info = torch.finfo(dtype)
-    rounding = info.eps / 2 * true.abs() + info.smallest_normal * info.eps
-    error, allowed = (got - true).abs(), (plain - true).abs().max() + rounding
-    if dtype is torch.float64:
-        # The truth is float64 as well, so eager's error is not seen: as much again as summing in another order.
-        allowed = allowed + 16 * info.eps * (true.abs() + true.abs().max())
-    worst = (error - allowed).argmax()
-    assert (error <= allowed).all(), (
-        f"{what}: error {error[worst]:.3e} where eager's largest is {(plain - true).abs().max():.3e} and one "
-        f"rounding {rounding[worst]:.3e}; got {got[worst]:.9g}, truth {true[worst]:.9g}"
+    error, largest = (got - true).abs(), usual.max()
+    rounding = info.eps * true.abs().max() + info.smallest_normal * info.eps
+    worst = error.argmax()
+    assert error[worst] <= 2 * largest + rounding, (
+        f"{what}: error {error[worst]:.3e} where eager's largest is {largest:.3e} and one rounding "
+        f"{rounding:.3e}; got {got[worst]:.9g}, truth {true[worst]:.9g}"
     )
     factor = 3 if dtype.itemsize == 2 or true.numel() < 1000 else 2
-    limit = factor * _rms(plain - true) + info.eps * _rms(true) + info.smallest_normal
-    if dtype is torch.float64:
-        limit = limit + 16 * info.eps * _rms(true)
-    assert _rms(got - true) <= limit, (
-        f"{what}: RMSE {_rms(got - true):.3e}, eager's is {_rms(plain - true):.3e}, limit {limit:.3e}"
+    limit = factor * _rms(usual) + info.eps * _rms(true) + info.smallest_normal
+    assert _rms(error) <= limit, (
+        f"{what}: RMSE {_rms(error):.3e}, eager's is {_rms(usual):.3e}, limit {limit:.3e}"
     )
 
 
@@ -138,17 +153,28 @@ def _same_special_values(got: Tensor, plain: Tensor, true: Tensor, what: str) ->
 
 @dataclass
 class Pool:
-    """The same tensor over several draws of the data, three ways."""
+    """The same tensor over several draws of the data: compiled by us, eager, compiled without us, in float64."""
 
     actual: list[Tensor] = field(default_factory=list)
     eager: list[Tensor] = field(default_factory=list)
+    plain: list[Tensor] = field(default_factory=list)
     truth: list[Tensor] = field(default_factory=list)
+    more_errors: list[Tensor] = field(default_factory=list)
 
     def check(self, what: str) -> None:
-        dtype = self.eager[0].dtype
-        no_worse_than_eager(
-            *(torch.stack(part) for part in (self.actual, self.eager, self.truth)), dtype, what
-        )
+        actual, eager, truth = map(torch.stack, (self.actual, self.eager, self.truth))
+        if self.plain:
+            plain = torch.stack(self.plain)
+            if torch.equal(plain.nan_to_num(), actual.nan_to_num()):
+                return  # bit for bit what there is without us
+            self.more_errors.append(_finite_errors(plain, truth))
+        more = torch.cat(self.more_errors) if self.more_errors else None
+        no_worse_than_eager(actual, eager, truth, eager.dtype, what, more)
+
+
+def _finite_errors(found: Tensor, truth: Tensor) -> Tensor:
+    errors = (found.double() - truth.double()).abs().flatten()
+    return errors[errors.isfinite()]
 
 
 # ---------------------------------------------------------------- inputs
@@ -164,51 +190,63 @@ def make_inputs(
     """
     draw = torch.Generator().manual_seed(seed)
     lead = (rows if rows != ROWS else BATCH, LENGTH) if spelling.shape == BSV else (rows,)
-    return [_make(name, lead, dtype, draw, data) for name in spelling.inputs]
+    made = [_make(name, lead, dtype, draw, data) for name in spelling.inputs]
+    if "reference" in spelling.inputs:  # a policy is near its reference
+        logits = made[spelling.inputs.index("logits")].detach().float()
+        near = logits + torch.randn(logits.shape, generator=draw) / 2
+        made[spelling.inputs.index("reference")] = near.to(dtype).requires_grad_()
+    return made
 
 
-def _make(
-    name: str, lead: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator, data: str
-) -> Tensor:
-    match name:
-        case "logits" | "reference" | "teacher":
-            logits = _logits(lead, draw, data).to(dtype)
-            return logits.requires_grad_(name in LEAVES)
-        case "hidden":
-            return torch.randn(*lead, HIDDEN, generator=draw).to(dtype).requires_grad_()
-        case "weight":
-            return torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype).requires_grad_()
-        case "target":
-            return torch.randint(VOCAB, lead, generator=draw)
-        case "ignored_target":
-            target = torch.randint(VOCAB, lead, generator=draw)
-            flat = target.view(-1)
-            flat[1::3] = IGNORE  # never all of them
-            return target
-        case "mask":
-            mask = (torch.rand(*lead, generator=draw) < 0.7).long()
-            mask[..., -1:] = 1
-            return mask
-        case "allowed":
-            allowed = torch.rand(*lead, VOCAB, generator=draw) < 0.8
-            allowed[..., 0] = True
-            return allowed
-        case "vocab_weight":
-            return torch.rand(VOCAB, generator=draw) + 0.5
-        case "row_temperature":
-            return torch.rand(*lead, generator=draw) + 0.5
-        case "batch_temperature":
-            return torch.rand(lead[0], 1, 1, generator=draw) + 0.5
-        case "drift":  # log of the ratio to the old policy, away from where the clip bites
-            choice = torch.tensor([-0.6, -0.1, 0.05, 0.5])
-            return choice[torch.randint(4, lead, generator=draw)]
-        case "advantages":
-            return torch.randn(*lead, generator=draw)
-        case _:
-            raise ValueError(f"no input is called {name!r}")
+def _make(name: str, lead: Lead, dtype: torch.dtype, draw: torch.Generator, data: str) -> Tensor:
+    if name in ("logits", "reference", "teacher"):
+        return _logits(lead, draw, data).to(dtype).requires_grad_(name in LEAVES)
+    if name not in MAKERS:
+        raise ValueError(f"no input is called {name!r}, there are {sorted(MAKERS)}")
+    made = MAKERS[name](lead, draw)
+    return made.to(dtype).requires_grad_() if name in LEAVES else made
 
 
-def _logits(lead: tuple[int, ...], draw: torch.Generator, data: str) -> Tensor:
+def _ignored_target(lead: Lead, draw: torch.Generator) -> Tensor:
+    target = torch.randint(VOCAB, lead, generator=draw)
+    target.view(-1)[1::3] = IGNORE  # never all of them
+    return target
+
+
+def _mask(lead: Lead, draw: torch.Generator) -> Tensor:
+    mask = (torch.rand(*lead, generator=draw) < 0.7).long()
+    mask[..., -1:] = 1
+    return mask
+
+
+def _allowed(lead: Lead, draw: torch.Generator) -> Tensor:
+    allowed = torch.rand(*lead, VOCAB, generator=draw) < 0.8
+    allowed[..., 0] = True
+    return allowed
+
+
+def _drift(lead: Lead, draw: torch.Generator) -> Tensor:
+    """Log of the ratio to the old policy, away from where the clip bites."""
+    choice = torch.tensor([-0.6, -0.1, 0.05, 0.5])
+    return choice[torch.randint(4, lead, generator=draw)]
+
+
+MAKERS: dict[str, Callable[[Lead, torch.Generator], Tensor]] = {
+    "hidden": lambda lead, draw: torch.randn(*lead, HIDDEN, generator=draw),
+    "weight": lambda lead, draw: torch.randn(VOCAB, HIDDEN, generator=draw),
+    "target": lambda lead, draw: torch.randint(VOCAB, lead, generator=draw),
+    "ignored_target": _ignored_target,
+    "mask": _mask,
+    "allowed": _allowed,
+    "vocab_weight": lambda lead, draw: torch.rand(VOCAB, generator=draw) + 0.5,
+    "row_temperature": lambda lead, draw: torch.rand(*lead, generator=draw) + 0.5,
+    "batch_temperature": lambda lead, draw: torch.rand(lead[0], 1, 1, generator=draw) + 0.5,
+    "drift": _drift,
+    "advantages": lambda lead, draw: torch.randn(*lead, generator=draw),
+}
+
+
+def _logits(lead: Lead, draw: torch.Generator, data: str) -> Tensor:
     noise = torch.randn(*lead, VOCAB, generator=draw)
     if data == "plain":
         return 3 * noise
@@ -267,7 +305,8 @@ def gradients(run: Run, chosen: Sequence[int], upstream: Sequence[Tensor | None]
         accumulate_grad=False,
     )
     return [
-        torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, run.leaves, strict=True)
+        torch.zeros_like(leaf) if g is None else g
+        for g, leaf in zip(grads, run.leaves, strict=True)
     ]
 
 
@@ -282,55 +321,72 @@ def compare(
     spelling: Spelling,
     dtype: torch.dtype,
     *,
+    plain: Callable[..., Any] | None = None,
     data: Sequence[str] = DATA,
     draws: int = DRAWS,
     rows: int = ROWS,
 ) -> None:
-    """Assert that values, gradients and dtypes of `compiled` are as good as eager's."""
+    """Assert that values, gradients and dtypes of `compiled` are as good as eager's.
+
+    `plain`: the function compiled without us. What was refused runs with inductor's decompositions, whose error is not
+    eager's; with `plain` given, it may be as large as the larger of the two.
+    """
+    functions = [compiled, spelling.fn] + ([plain] if plain is not None else [])
     for kind in data:
         pools: dict[str, Pool] = {}
-        for seed in range(draws):
+        for seed in range(EAGER_DRAWS):
             inputs = make_inputs(spelling, dtype, 1000 * rows + seed, kind, rows)
-            _one_draw(compiled, spelling, inputs, seed, pools)
+            if seed < draws:
+                _one_draw(functions, spelling, inputs, seed, pools)
+            else:
+                _one_draw([spelling.fn], spelling, visible(inputs), seed, pools)
         for what, pool in pools.items():
             pool.check(f"{spelling.name}, {kind} data, {what}")
 
 
+def visible(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs on which eager's error shows: eager in float64 is the truth itself, so float32 speaks for it."""
+    return [
+        v.detach().float().requires_grad_(v.requires_grad) if v.dtype is torch.float64 else v
+        for v in inputs
+    ]
+
+
 def _one_draw(
-    compiled: Callable[..., Any],
+    functions: Sequence[Callable[..., Any]],
     spelling: Spelling,
     inputs: Sequence[Tensor],
     seed: int,
     pools: dict[str, Pool],
 ) -> None:
+    """Adds to the pools; `functions` are compiled, eager and perhaps compiled without us, or eager alone."""
     draw = torch.Generator().manual_seed(seed)
-    eager = call(spelling.fn, spelling, inputs)
+    runs, truth = _runs(functions, spelling, inputs)
+    _add_outputs(pools, runs, truth)
+    outputs = runs[-1].outputs  # of eager, or compiled without us
+    differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
     upstream = [
         torch.randn(o.shape, generator=draw).to(o.dtype) if o.requires_grad else None
-        for o in eager.outputs
+        for o in outputs
     ]
-    differentiable = [i for i, o in enumerate(eager.outputs) if o.requires_grad]
-    for turn, chosen in enumerate(choices(differentiable) or [[]]):
-        actual = call(compiled, spelling, inputs)
-        eager = call(spelling.fn, spelling, inputs)
-        with in_float64():
-            truth = call(spelling.fn, spelling, to_float64(inputs_with_grad(inputs)))
-        if turn == 0:
-            _add_outputs(pools, actual, eager, truth)
-        if not chosen:
-            continue
+    names = [n for n, v in zip(spelling.inputs, inputs, strict=True) if v.requires_grad]
+    for turn, chosen in enumerate(choices(differentiable)):
+        if turn:  # backward frees what was saved, and some write over it
+            runs, truth = _runs(functions, spelling, inputs)
+        grads = [gradients(run, chosen, upstream) for run in runs]
         with in_float64():
             true_grads = gradients(truth, chosen, to_float64(upstream))
-        names = [n for n, v in zip(spelling.inputs, inputs, strict=True) if v.requires_grad]
-        for name, got, plain, true in zip(
-            names,
-            gradients(actual, chosen, upstream),
-            gradients(eager, chosen, upstream),
-            true_grads,
-            strict=True,
-        ):
-            assert got.dtype == plain.dtype, f"grad {name}: {got.dtype}, eager has {plain.dtype}"
-            _add(pools, f"grad {name} of outputs {chosen}", got, plain, true)
+        for name, true, *others in zip(names, true_grads, *grads, strict=True):
+            _add(pools, f"grad {name} of outputs {chosen}", others, true)
+
+
+def _runs(
+    functions: Sequence[Callable[..., Any]], spelling: Spelling, inputs: Sequence[Tensor]
+) -> tuple[list[Run], Run]:
+    """One call of each, and the truth."""
+    with in_float64():
+        truth = call(spelling.fn, spelling, to_float64(inputs_with_grad(inputs)))
+    return [call(f, spelling, inputs) for f in functions], truth
 
 
 def inputs_with_grad(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -338,22 +394,29 @@ def inputs_with_grad(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [v.detach().double().requires_grad_() if v.requires_grad else v for v in inputs]
 
 
-def _add_outputs(pools: dict[str, Pool], actual: Run, eager: Run, truth: Run) -> None:
-    assert len(actual.outputs) == len(eager.outputs)
-    for i, (got, plain, true) in enumerate(
-        zip(actual.outputs, eager.outputs, truth.outputs, strict=True)
-    ):
-        assert got.dtype == plain.dtype, f"output {i}: {got.dtype}, eager has {plain.dtype}"
-        assert got.requires_grad == plain.requires_grad, f"output {i}: requires_grad differs"
-        _add(pools, f"output {i}", got, plain, true)
-    if eager.mutated is not None and actual.mutated is not None and truth.mutated is not None:
-        _add(pools, "mutated logits", actual.mutated, eager.mutated, truth.mutated)
+def _add_outputs(pools: dict[str, Pool], runs: Sequence[Run], truth: Run) -> None:
+    assert len({len(run.outputs) for run in runs}) == 1, "another number of outputs"
+    for i, true in enumerate(truth.outputs):
+        outputs = [run.outputs[i] for run in runs]
+        assert len({o.requires_grad for o in outputs}) == 1, f"output {i}: requires_grad differs"
+        _add(pools, f"output {i}", outputs, true)
+    if truth.mutated is not None:
+        mutated = [run.mutated for run in runs if run.mutated is not None]
+        _add(pools, "mutated logits", mutated, truth.mutated)
 
 
-def _add(pools: dict[str, Pool], what: str, got: Tensor, plain: Tensor, true: Tensor) -> None:
+def _add(pools: dict[str, Pool], what: str, found: Sequence[Tensor], true: Tensor) -> None:
     pool = pools.setdefault(what, Pool())
-    for part, values in ((pool.actual, got), (pool.eager, plain), (pool.truth, true)):
-        part.append(values.detach().clone())
+    if len(found) == 1:
+        units = torch.finfo(pool.eager[0].dtype).eps / torch.finfo(found[0].dtype).eps
+        pool.more_errors.append(units * _finite_errors(found[0].detach(), true.detach()))
+        return
+    got, eager, *plain = (t.detach().clone() for t in found)
+    assert got.dtype == eager.dtype, f"{what}: {got.dtype}, eager has {eager.dtype}"
+    pool.actual.append(got)
+    pool.eager.append(eager)
+    pool.plain.extend(plain)
+    pool.truth.append(true.detach().clone())
 
 
 # ---------------------------------------------------------------- the graph
@@ -367,22 +430,47 @@ def check(
     spelling: Spelling, dtype: torch.dtype, *, inner: str = "aot_eager", **options: Any
 ) -> None:
     """Compile a spelling and compare it with eager: values, gradients, dtypes, fused operators, the report."""
-    import slime_compile
-
     prepare(spelling)
     chosen = OPTIONS | {"inner": inner} | options
     compiled = torch.compile(spelling.fn, backend="slime_fused", options=chosen)
-    compare(compiled, spelling, dtype)
-    arguments = example_arguments(spelling, dtype)
-    report = slime_compile.explain(spelling.fn, **OPTIONS)(*arguments).to_dict()
+    plain = torch.compile(spelling.fn, backend=PLAIN) if spelling.fused is None else None
+    earlier = len(slime_compile.reports())
+    compare(compiled, spelling, dtype, plain=plain)
+    check_report(spelling, merged(slime_compile.reports()[earlier:]))
+
+
+def merged(reports: Sequence[slime_compile.Report]) -> dict[str, Any]:
+    """What the reports say together."""
+    found = [r.to_dict() for r in reports]
+    sums = {k: sum(r[k] for r in found) for k in ("fused", "wide_before", "wide_after")}
+    return {**sums, "rejections": [each for r in found for each in r["rejections"]]}
+
+
+def check_report(spelling: Spelling, report: dict[str, Any]) -> None:
     if spelling.fused is not None:
         assert report["fused"] == spelling.fused, (
             f"{spelling.name}: {report['fused']} fused operators, expected {spelling.fused}; "
             f"rejections {report['rejections']}"
         )
     if must_fuse(spelling):
-        assert report["wide_after"] == 0, f"{spelling.name}: {report['wide_after']} wide values left"
-        assert report["wide_before"] > 0
+        assert report["wide_after"] == 0, (
+            f"{spelling.name}: {report['wide_after']} wide values left"
+        )
+        assert report["wide_before"] > 0, f"{spelling.name}: nothing wide before"
+
+
+def output_count(spelling: Spelling) -> int:
+    prepare(spelling)
+    return len(spelling.fn(*example_arguments(spelling, torch.float32)))
+
+
+def only_output(spelling: Spelling, position: int) -> Spelling:
+    """The spelling with one of its outputs."""
+
+    def fn(*arguments: Tensor) -> tuple[Tensor]:
+        return (spelling.fn(*arguments)[position],)
+
+    return replace(spelling, name=f"{spelling.name}[{position}]", fn=fn, fused=None)
 
 
 def prepare(spelling: Spelling) -> None:

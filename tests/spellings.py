@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,8 @@ class Spelling:
         fused: expected row_stats + row_grad in the joint graph in training; None: fused or refused.
         inputs: names of the inputs, from the function's signature.
         mutates: writes over the caller's logits, which are therefore handed over as a non-leaf.
-        masks_logits: has -inf logits by design, so that eager's entropy is NaN where ours is finite.
+        collectives: reduces over the process group.
+        dtypes: of the logits.
         notes: what is special.
     """
 
@@ -62,7 +63,6 @@ class Spelling:
     collectives: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     notes: str = ""
-    rejection: str = field(default="")
 
     def __str__(self) -> str:
         return self.name
@@ -381,7 +381,7 @@ def cross_entropy_other_pad(logits: Tensor, target: Tensor) -> Outputs:
     return (F.cross_entropy(logits, target, reduction="none", ignore_index=PAD),)
 
 
-@spelling("L05", fused=3)
+@spelling("L05")
 def cross_entropy_concatenated_row(logits: Tensor, target: Tensor) -> Outputs:
     zero_row = torch.zeros_like(logits[:1])
     padded = torch.cat([zero_row, logits[:-1]], 0)
@@ -477,9 +477,7 @@ def row_loop_many_columns(logits: Tensor, target: Tensor) -> Outputs:
 
 
 @spelling("L09", shape=BSV)
-def row_loop_reinforce(
-    logits: Tensor, target: Tensor, mask: Tensor, advantages: Tensor
-) -> Outputs:
+def row_loop_reinforce(logits: Tensor, target: Tensor, mask: Tensor, advantages: Tensor) -> Outputs:
     logits = logits[:, -4:-1, :] / TEMPERATURE
     tokens = target[:, -3:]
     picked = pick(logits, tokens)
@@ -1547,7 +1545,7 @@ def truncated_importance_weights(
     return -(weight * log_probs).sum() / (labels != IGNORE).sum(), entropy
 
 
-@spelling("R01", "L01")
+@spelling("R01", "L01", fused=3)
 def preference_pair(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     half = target.shape[0] // 2
     policy = pick(logits.float().log_softmax(-1), target)
