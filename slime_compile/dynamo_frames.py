@@ -24,13 +24,14 @@ class Frame:
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
 """Failures after which Dynamo runs the frame as plain Python; the others are raised."""
 
-_seen: dict[str, Frame] = {}
+_seen: dict[Frame, float] = {}
 
 
-def process_frames() -> tuple[Frame, ...]:
-    """Frames that this process left to Python, whatever backend they were meant for, the oldest first."""
-    _seen.update(_left_to_python(utils.get_compilation_metrics()))
-    return tuple(_seen.values())
+def process_frames() -> dict[Frame, float]:
+    """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
+    for frame, when in _left_to_python(utils.get_compilation_metrics()).items():
+        _seen.setdefault(frame, when)
+    return dict(_seen)
 
 
 class Watch:
@@ -47,7 +48,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         new = [m for m in utils.get_compilation_metrics() if id(m) not in self._before]
-        self.python_frames = tuple(_left_to_python(new).values())
+        self.python_frames = tuple(_left_to_python(new))
         self.breaks = tuple(f for m in new for f in _restarts(m))
         utils.counters.clear()
         utils.counters.update(self._counters)
@@ -62,8 +63,8 @@ def summary(reason: str) -> str:
     return ": ".join([*lines[:1], *explained[:1]]) or "no reason given"
 
 
-def _left_to_python(metrics: Iterable[Any]) -> dict[str, Frame]:
-    found: dict[str, Frame] = {}
+def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
+    found: dict[Frame, float] = {}
     names: dict[str, tuple[str, str]] = {}
     for each in metrics:
         code = _frame_number(each.compile_id)
@@ -73,7 +74,7 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[str, Frame]:
             name, start = names.get(code, ("a frame", "unknown place"))
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
             frame = Frame(name, failed or start, _why(each.fail_reason or each.fail_type))
-            found[f"{frame}"] = frame
+            found.setdefault(frame, (each.end_time_us or 0) / 1e6)
     return found
 
 

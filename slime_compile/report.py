@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ class Record:
 
     def __init__(self, name: str, identity: str, held: dict[int, str]):
         self.number = -1
+        self.time = 0.0
         self.name = name
         self.identity = identity
         self.held = held
@@ -288,6 +290,7 @@ def keep(new: Record) -> Record:
     """From now on `reports` tells of this graph; it gets the number by which `record` finds it."""
     with _lock:
         new.number = len(_records)
+        new.time = time.time()
         _records.append(new)
     return new
 
@@ -297,11 +300,11 @@ def record(number: int) -> Record:
 
 
 def reports() -> list[Report]:
-    """One report per graph that this process has compiled or loaded from torch's compile cache, oldest first.
+    """What this process has compiled or loaded from torch's compile cache, oldest first.
 
-    A last report without graphs lists the frames that Dynamo left to Python (an exception while tracing, too many
-    recompiles), if there are any: those run as plain eager code.
+    One report per graph, and one without graphs per frame that Dynamo left to Python (an exception while tracing, too
+    many recompiles), which runs as plain eager code.
     """
-    found = [Report((each.result(),)) for each in _records]
-    lost = process_frames()
-    return [*found, Report(python_frames=lost)] if lost else found
+    graphs = [(each.time, Report((each.result(),))) for each in _records]
+    lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
+    return [report for _, report in sorted([*graphs, *lost], key=lambda timed: timed[0])]

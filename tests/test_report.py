@@ -21,6 +21,8 @@ KEYS = {
     "wide_after",
     "saved_bytes_before",
     "saved_bytes_after",
+    "collectives_before",
+    "collectives_after",
     "rejections",
     "in_place",
     "breaks",
@@ -217,6 +219,8 @@ def test_too_many_recompiles_are_reported() -> None:
     assert [f.name for f in told] == ["sized"]
     assert line_of(sized, 0) in told[0].source
     assert "recompile_limit" in told[0].reason
+    torch.compile(log_probs, backend="slime_fused", options=EAGER)(*data())
+    assert slime_compile.reports()[-1].fused == 2, "the last report is that of the last compile"
 
 
 def test_dynamic_sizes() -> None:
