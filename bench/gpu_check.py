@@ -1,6 +1,7 @@
 """Checks the CUDA row operators on this machine's GPU, then measures their bandwidth.
 
     python bench/gpu_check.py [--no-large] [--no-speed] [--strict]
+    compute-sanitizer --error-exitcode 1 python bench/gpu_check.py --small      memcheck; --tool racecheck, initcheck
 
 Correctness: against `reference.py` in float64 on the device, small sizes of every kind, then more than 2^31 and 2^33
 elements where memory allows; no host synchronisation, CUDA graphs. Speed: medians of CUDA events, next to a copy and a
@@ -43,6 +44,7 @@ SHAPES = [
     (4096, 151936, torch.float32),
     (8192, 151936, torch.bfloat16),
 ]
+SMALL_VOCAB = 4097
 WANTED_SHARE = 0.92
 
 failures: list[str] = []
@@ -126,8 +128,9 @@ def special_rows(vocab: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows)
 
 
-def check_small() -> None:
-    for dtype, vocab in itertools.product(DTYPES, VOCABS):
+def check_small(vocab_max: int) -> None:
+    vocabs = [vocab for vocab in VOCABS if vocab <= vocab_max]
+    for dtype, vocab in itertools.product(DTYPES, vocabs):
         name = f"{str(dtype)[6:]} V={vocab}"
         logits = torch.randn(7, vocab + 5, device="cuda").mul_(4).to(dtype)
         for label, x in (
@@ -154,7 +157,13 @@ def check_small() -> None:
     for label, view in (("permuted", x.permute(2, 1, 0, 3)), ("vocabulary stride", x[..., ::2])):
         check_stats(label, view)
         check_grad(label, view, 1, 1)
-    for rows in 1, 2, 100, 3000, 9000:  # rows in parts and whole
+    for rows in 1, 2:  # in parts
+        check_stats(f"{rows} rows", torch.randn(rows, 33001, device="cuda").bfloat16())
+
+
+def check_many_rows() -> None:
+    """In many parts, in few, whole."""
+    for rows in 100, 3000, 9000:
         check_stats(f"{rows} rows", torch.randn(rows, 33001, device="cuda").bfloat16())
 
 
@@ -257,15 +266,18 @@ def main() -> int:
     parser.add_argument("--no-large", action="store_true", help="skip more than 2^31 elements")
     parser.add_argument("--no-speed", action="store_true", help="correctness only")
     parser.add_argument("--strict", action="store_true", help="fail below 92 %% of the limit")
+    parser.add_argument("--small", action="store_true", help="only sizes for compute-sanitizer")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA device; torch finds none here. Nothing was checked.")
         return 2
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    check_small()
-    check_capture()
-    if not options.no_large:
+    check_small(SMALL_VOCAB if options.small else max(VOCABS))
+    if not options.small:
+        check_many_rows()
+        check_capture()
+    if not (options.no_large or options.small):
         check_large(16384, 152064, torch.bfloat16)  # 2^31.2 elements
         check_large(70000, 128256, torch.bfloat16)  # 2^33.1 elements
         check_large(9216, 250001, torch.float32)  # 2^31.1 elements, odd rows
@@ -273,7 +285,7 @@ def main() -> int:
         print("FAILED", failure)
     print(f"correctness: {len(failures)} failures")
     table: list[list[object]] = []
-    if not options.no_speed:
+    if not (options.no_speed or options.small):
         for shape in SHAPES:
             torch.cuda.empty_cache()
             table += measure(*shape)
