@@ -27,7 +27,7 @@ from slime_compile.reference import compute_dtype, empty_rows
 
 __all__ = ["row_grad", "row_grad_", "row_stats"]
 
-_CHUNK_ELEMENTS = 1 << 19  # 2 MiB in float32; 3 times that is a thread's scratch
+_CHUNK_ELEMENTS = 1 << 19  # 2 MiB in float32; less where three buffers of it are needed, not two
 _PARALLEL_ELEMENTS = 1 << 20  # a smaller root takes less time than threads take to start
 _MAX_THREADS = 16  # they share the interpreter's lock; beyond it each runs torch on several
 
@@ -119,30 +119,37 @@ def _write_grad(
             target.zero_()
         if chosen.shape[0] == 0:
             return
-        z, p, result = scratch[:, : chosen.shape[0]].unbind()
+        z, result, *further = scratch[:, : chosen.shape[0]].unbind()
         every = part.shape == target.shape
         if every and flat_out is not None and target.dtype == result.dtype:
             result = target
-        _chunk_grad(part, [value[at][chosen] for value in coefficients], softmax, z, p, result)
+        coefficients_here = [value[at][chosen] for value in coefficients]
+        _chunk_grad(part, coefficients_here, softmax, z, further, result)
         if not every:
             target[chosen] = result.to(target.dtype)
         elif result is not target:
             target.copy_(result)
 
-    _for_each_chunk(x, work, terms.dtype, 3)
+    _for_each_chunk(x, work, terms.dtype, 2 if terms.shape[-2] <= 1 else 3)
 
 
 def _chunk_grad(
-    x: Tensor, coefficients: list[Tensor], softmax: bool, z: Tensor, p: Tensor, out: Tensor
+    x: Tensor,
+    coefficients: list[Tensor],
+    softmax: bool,
+    z: Tensor,
+    further: list[Tensor],
+    out: Tensor,
 ) -> None:
-    # x [R, V] any dtype and strides, read only; coefficients [R, ...]; z, p [R, V] scratch; out [R, V] written
+    # x [R, V] any dtype and strides, read only; coefficients [R, ...]; z and, where there are several terms,
+    # further[0] [R, V] scratch; out [R, V] written
     terms, affine, index, weight = coefficients
     if terms.shape[1] == 0:
         out.zero_()
     for k, term in enumerate(terms.unbind(1)):
-        _chunk_term(x, term, softmax, z, p if k else out)
+        _chunk_term(x, term, softmax, z, further[0] if k else out)
         if k:
-            out.add_(p)
+            out.add_(further[0])
     _add_affine(x, affine, z, out)
     inside = (index >= 0) & (index < x.shape[1])
     out.scatter_add_(1, index.where(inside, 0), weight.where(inside, 0.0))
@@ -192,7 +199,7 @@ def _flat(value: Tensor, lead: int) -> Tensor:
 
 def _for_each_chunk(x: Tensor, work: Work, dtype: torch.dtype, buffers: int) -> None:
     """Runs `work` on every chunk of x, in threads where x is large. See NOTE [Why threads of our own?]."""
-    chunks = list(_chunks(x))
+    chunks = list(_chunks(x, 2 * _CHUNK_ELEMENTS // buffers))
     if not chunks:
         return
     queue = iter(chunks)
@@ -233,11 +240,11 @@ def _run_in_threads(run: Callable[[], None], threads: int, available: int) -> No
             future.result()
 
 
-def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of x [..., V] in order: their numbers, and a view [R, V] of them."""
+def _chunks(x: Tensor, elements: int) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of x [..., V] in order, about `elements` at a time: their numbers, and a view [R, V] of them."""
     if x.numel() == 0:
         return
-    start, size = 0, max(1, _CHUNK_ELEMENTS // x.shape[-1])
+    start, size = 0, max(1, elements // x.shape[-1])
     for slab in _slabs(x):
         for first in range(0, slab.shape[0], size):
             part = slab[first : first + size]
