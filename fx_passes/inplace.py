@@ -233,7 +233,8 @@ def _check_other_inputs(graph: Graph, aliases: "_Aliases", x: Node) -> None:
 
 
 def _wide(other: torch.Tensor, value: torch.Tensor) -> bool:
-    return not statically_known_true(other.shape[-1] < value.shape[-1])
+    """Has a vocabulary: numbers per row may be as many, where rows outnumber it."""
+    return other.dim() > 1 and not statically_known_true(other.shape[-1] < value.shape[-1])
 
 
 # ---- aliases ------------------------------------------------------------------------------------------------------

@@ -69,9 +69,14 @@ def _pair(w: Walk, node: Node, left: Any, right: Any) -> tuple[Form, Form]:
 
 def _settled(form: Form, like: Form) -> Form:
     """Constants have no vocabulary dimension of their own."""
-    if form.is_row and all(getattr(value(a), "ndim", 0) == 0 for a in form.e.atoms()):
-        return form.with_(vdim=like.vdim)
-    return form
+    return form.with_(vdim=like.vdim) if _is_constant(form) else form
+
+
+def _is_constant(form: Form) -> bool:
+    """The same number in all rows and columns."""
+    return form.is_row and all(
+        same(size, 1) for a in form.e.atoms() for size in getattr(value(a), "shape", ())
+    )
 
 
 def _only_forms(*found: Any) -> None:
@@ -810,7 +815,11 @@ def expand(w: Walk, node: Node, found: Any, sizes: Sequence[Any], **_: Any) -> V
         form = found.form if isinstance(found, Mask) else found
         if len(shape) == len(form.shape) and all(map(same, shape, form.shape)):
             return found
-        raise Refused("the logits are repeated")
+        if not (isinstance(found, Form) and _is_constant(found)):
+            raise Refused("the logits are repeated")
+        # one number over as many rows as a vocabulary has, say, and now over the vocabulary
+        wide = [dim for dim, size in enumerate(shape) if w.is_vocabulary(size)]
+        return Form(shape, wide[-1] if wide else len(shape) - 1, e=found.e)
     if not isinstance(found, Node) or not is_float_tensor(node):
         return None
     was = (1,) * (len(shape) - len(shape_of(found))) + shape_of(found)
