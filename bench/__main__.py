@@ -1,0 +1,38 @@
+"""`python -m bench [memory|estimate|speed|readme]`; without a command the table of README.md. See bench/README.md."""
+
+import argparse
+from pathlib import Path
+
+from bench import estimate, loss, memory, readme, speed
+from bench.cells import RESULTS
+from bench.losses import SPELLINGS
+
+COMMANDS = {
+    "table": (loss.main, "the seeds' loss before and after: memory, time, error"),
+    "memory": (memory.main, "the tables of slime#2011, re-made"),
+    "estimate": (estimate.main, "estimated peaks beside the measured ones"),
+    "speed": (speed.main, "forward and backward beside peers"),
+    "readme": (readme.main, "put the tables into the documents"),
+}
+
+
+def main() -> None:
+    listed = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "python -m bench",
+        epilog=f"commands:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="table")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="for JSON, tables and pictures")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that are finished")
+    parser.add_argument("--jobs", type=int, default=2, help="cells of memory at a time (table)")
+    parser.add_argument("--seconds", type=float, default=8, help="for the rounds of a case")
+    parser.add_argument("--minutes", type=float, default=60, help="no cell starts after that")
+    parser.add_argument("--spelling", choices=SPELLINGS, default="megatron", help="(table)")
+    options = parser.parse_args()
+    COMMANDS[options.command][0](options)
+
+
+if __name__ == "__main__":
+    main()

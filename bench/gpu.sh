@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can tell, in under ten minutes: correctness of the operators on the device, then the memory and
+# the speed sweeps. Needs torch, triton, tabulate and this checkout; builds, fetches and installs nothing.
+#
+#     bash bench/gpu.sh OUT [python]
+#
+# Tables, JSON and pictures are in OUT as they are made; a second run goes on where the first was stopped.
+set -uo pipefail
+out=$(realpath -m "${1:?usage: bash bench/gpu.sh OUT [python]}")
+python=${2:-python3}
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+export PYTHONPATH=$PWD PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # a group of one process needs no network
+
+"$python" - <<'EOF' | tee "$out/stamp.txt" || exit 2
+from bench.cells import stamp, stamp_line
+print(stamp_line(stamp()))
+EOF
+"$python" bench/gpu_check.py 2>&1 | tee "$out/check.txt"
+checked=${PIPESTATUS[0]}
+if [ "$checked" -ne 0 ]; then
+    echo "bench/gpu_check.py ended with $checked: nothing is measured with operators that are not right" >&2
+    exit "$checked"
+fi
+status=0
+"$python" -m bench speed --out "$out" --resume --seconds 10 --minutes 3 2>&1 | tee "$out/speed.txt" || status=1
+"$python" -m bench memory --out "$out" --resume --minutes 4 2>&1 | tee "$out/memory.txt" || status=1
+exit "$status"
