@@ -7,9 +7,9 @@ row values once, and every rank computes every rank's addends, and reduces them 
     all_reduce(f(own, earlier results))   ->   reduce_r f(gathered[r], earlier results)
 
 NOTE [The same on all ranks]
-What is merged, and the order of what is gathered, follows from the forward graph alone, never from a rank's data or
-from whether it needs gradients. A row value or a number in f is another one on another rank: row values are gathered,
-and a number that the user wrote in f is a reason not to merge.
+What is merged, and the order of what is gathered, follows from the forward graph alone, never from a rank's data, from
+whether it needs gradients, or from what it compiled before. A row value or a number in f is another one on another
+rank: row values are gathered, and a number that the user wrote in f is a reason not to merge.
 
 On a group of one rank an all-reduce is its operand.
 """
@@ -66,6 +66,7 @@ OTHERS = {
     aten.clone.default,
     prims.convert_element_type.default,
 }
+CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 MAX_NODES = 4096
 
 
@@ -276,11 +277,14 @@ class _Plan:
         return all(self.can_send(arg) for arg in own)
 
     def can_send(self, node: Node) -> bool:
-        found = value(moved_from(node))
-        fits = isinstance(found, torch.Tensor) and (
-            found.dtype.is_floating_point or found.dtype is torch.bool
-        )
-        return fits and not self.is_wide(moved_from(node))
+        """Floating row values, masks and constants; a number that changed once is a tensor without dimensions."""
+        node = moved_from(node)
+        found = value(node)
+        if not isinstance(found, torch.Tensor) or self.is_wide(node):
+            return False
+        if not found.ndim and node.target not in CONSTANTS:
+            return False
+        return found.dtype.is_floating_point or found.dtype is torch.bool
 
     def cost(self) -> int:
         return sum(kind is _Kind.MIXED for kind in self.kinds.values())

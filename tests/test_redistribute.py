@@ -1,96 +1,17 @@
 """All-gather layout to zigzag, in real processes over gloo, each with a deadline."""
 
-import multiprocessing
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_compile.packed import Packing, response_slices, split_responses
 from slime_compile.redistribute import redistribute_to_zigzag
-
-DEADLINE_S = 60  # starting the processes included; a case alone takes well under a second
-GROUP_TIMEOUT_S = 20
-
-SPAWN = multiprocessing.get_context("forkserver")
-SPAWN.set_forkserver_preload(["torch.distributed", "slime_compile.redistribute"])
-
-
-def on_ranks(
-    ranks: int, function: Callable[..., Any], *args: object, timeout_s: float = GROUP_TIMEOUT_S
-) -> list[Any]:
-    """`function(rank, *args)` in `ranks` processes of one gloo group.
-
-    Returns what each returned, or the exception it ended with. A process that is not done in time is
-    killed, and the test fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
-        workers = []
-        for rank in range(ranks):
-            here, there = SPAWN.Pipe(duplex=False)
-            process = SPAWN.Process(
-                target=_rank,
-                args=(rank, ranks, Path(folder) / "store", timeout_s, there, function, args),
-            )
-            process.start()
-            there.close()
-            workers.append((process, here))
-        try:
-            results = []
-            for rank, (_, here) in enumerate(workers):
-                if not here.poll(max(0.0, started + DEADLINE_S - time.monotonic())):
-                    pytest.fail(f"rank {rank} was not done after {DEADLINE_S} s")
-                results.append(_received(here))
-            return results
-        finally:
-            for process, here in workers:
-                process.join(1)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-                here.close()
-
-
-def _received(answer: Connection) -> Any:
-    try:
-        return answer.recv()
-    except EOFError:
-        return RuntimeError("the process ended without an answer")
-
-
-def _rank(
-    rank: int,
-    ranks: int,
-    store: Path,
-    timeout_s: float,
-    answer: Connection,
-    function: Callable[..., Any],
-    args: tuple[object, ...],
-) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        answer.send(function(rank, *args))
-    except Exception as error:
-        answer.send(RuntimeError("".join(traceback.format_exception(error))))
 
 
 class CountCollectives(TorchDispatchMode):
