@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import slime_compile
-from slime_compile.probe import memory_probe
 from slime_compile.packed import (
     Packing,
     flatten_logits,
@@ -22,6 +21,7 @@ from slime_compile.packed import (
     shifted_targets,
     split_responses,
 )
+from slime_compile.probe import memory_probe
 
 VOCAB = 11  # any: nothing here depends on it
 LAYOUTS = [
