@@ -1,7 +1,7 @@
 """`python -m bench memory`: the two tables of slime#2011, re-made, with what the backend makes of the same loss.
 
 Entry point: `main`. On CUDA at the sizes of the pull request, measured with the allocator in a fresh process per cell;
-where that is out of memory the cell says OOM. On the CPU at 1/32 of the rows, measured with the profiler's events, and
+where that is out of memory the cell says OOM. On the CPU at 1/64 of the rows, measured with the profiler's events, and
 the full size estimated for slime_fused. Published figures are printed as such.
 """
 
@@ -24,7 +24,7 @@ CHUNKS = (-1, 1024, 512)
 CHUNKED_ROWS = (
     32_768  # 51.06 GiB published at 5.5 times the logits, as in the other table: 9.28 GiB of logits
 )
-_ON_CPU = 32  # times fewer rows, and rows in a chunk
+_ON_CPU = 64  # times fewer rows, and rows in a chunk
 
 PUBLISHED = {
     # slime#2011, one H200 (GiB): before, after its patch
@@ -53,46 +53,53 @@ COLUMNS = {
 def lines() -> dict[str, tuple[int, int]]:
     """Rows and chunk of each line of both tables. A loss in one piece is what the backend wants."""
     swept = {f"rows {rows}": (rows, 1024) for rows in ROWS}
-    return {**{f"chunk {chunk}": (CHUNKED_ROWS, chunk) for chunk in CHUNKS}, **swept}
+    return {**swept, **{f"chunk {chunk}": (CHUNKED_ROWS, chunk) for chunk in CHUNKS}}
 
 
 def main(options: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     until = time.monotonic() + 60 * options.minutes
     store = Store(options.out, "memory", resume=options.resume)
-    run_cells(store, _cells(measure.peak, 1 if cuda else _ON_CPU, cuda), until=until)
+    run_cells(store, _cells("measured", 1 if cuda else _ON_CPU, cuda), until=until)
     if not cuda:
-        run_cells(store, _cells(_estimate, 1, cuda), until=until)
+        run_cells(store, _cells("estimated", 1, cuda), until=until)
     tables = [_table(store, kind, cuda) for kind in _KINDS if kind == "measured" or not cuda]
     write_table(store, [table for both in tables for table in both])
     plot(store, "measured" if cuda else "estimated")
 
 
-def _estimate(case: Case, way: str) -> measure.Peak | None:
-    if way not in SLIME_WAYS:
-        return None
+def _estimate(case: Case, way: str) -> measure.Peak:
     return measure.Peak(estimated_bytes(case, way), None, 0)
 
 
 _KINDS = {"measured": measure.peak, "estimated": _estimate}
 
 
-def _cells(kind: Any, smaller: int, cuda: bool) -> Cells:
-    name = next(name for name, function in _KINDS.items() if function is kind)
+def _cells(name: str, smaller: int, cuda: bool) -> Cells:
+    kind = _KINDS[name]
     cells: Cells = {}
     for line, (rows, chunk) in lines().items():
         for column, (spelling, way, dtype) in COLUMNS.items():
             if name == "estimated" and way not in SLIME_WAYS:
                 continue
-            case = Case(
-                "given", spelling, dtype, rows // smaller, VOCAB, device="cuda" if cuda else "cpu"
-            )
-            if way == "eager":  # chunks of a compiled loss are unrolled, and slime_fused needs none
-                case = dataclasses.replace(
-                    case, chunk=max(chunk // smaller, -1) if chunk > 0 else -1
-                )
-            cells[f"{name} | {line} | {column}"] = functools.partial(_cell, kind, case, way)
+            device = "cuda" if cuda else "cpu"
+            case = Case("given", spelling, dtype, rows // smaller, VOCAB, device=device)
+            if _in_chunks(way) and chunk > 0:
+                case = dataclasses.replace(case, chunk=chunk // smaller)
+            cells.setdefault(_key(name, line, column), functools.partial(_cell, kind, case, way))
     return cells
+
+
+def _in_chunks(way: str) -> bool:
+    """Chunks of a compiled loss would be unrolled, and slime_fused needs none."""
+    return way == "eager"
+
+
+def _key(kind: str, line: str, column: str) -> str:
+    """The same for lines that are the same case."""
+    if line.startswith("chunk") and not _in_chunks(COLUMNS[column][1]):
+        line = f"chunk {CHUNKS[0]}"
+    return f"{kind} | {line} | {column}"
 
 
 def _cell(kind: Any, case: Case, way: str) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def _table(store: Store, kind: str, cuda: bool) -> list[tuple[str, list[str], li
 
 
 def _line(store: Store, kind: str, line: str, columns: list[str]) -> list[str]:
-    cells = [store.cells.get(f"{kind} | {line} | {column}") for column in columns]
+    cells = [store.cells.get(_key(kind, line, column)) for column in columns]
     size = next((gib(c["logits_bytes"]) for c in cells if c and "logits_bytes" in c), "")
     return [line, size, *map(_text, cells), *PUBLISHED[line]]
 
