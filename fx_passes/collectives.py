@@ -329,6 +329,7 @@ class _Replay:
 
     def __init__(self, builder: Builder, plan: _Plan, group: str, ranks: int) -> None:
         self.builder, self.plan, self.group, self.ranks = builder, plan, group, ranks
+        builder.origin = plan.members[0].wait
         self.reduced: dict[Node, Node] = {}  # by wait
         self.sent = list(dict.fromkeys(self._sent()))
         self.copies: list[dict[Node, Node]] = self._gathered()

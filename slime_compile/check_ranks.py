@@ -65,7 +65,7 @@ def _check_group(graph: Graph, name: str, group: str) -> str:
     for rank, key in keys.items():
         try:
             store.wait([key], TIMEOUT)
-        except dist.DistStoreError:
+        except RuntimeError:  # what a store raises when its time is over, whichever store
             late.append(rank)
             continue
         _compare(own, json.loads(store.get(key)), mine, rank, name, group)

@@ -90,7 +90,7 @@ class _DryRun:
             return
         place = reason.user_stack[-1] if reason.user_stack else None
         self.breaks.append(
-            Frame(
+            Frame.found(
                 place.name if place else "a frame",
                 f"{place.filename}:{place.lineno}" if place else "",
                 summary(str(reason.reason)),

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch._dynamo import utils
 
+from slime_compile.remedies import remedy
+
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
@@ -19,6 +21,11 @@ class Frame:
     name: str
     source: str
     reason: str
+
+    @classmethod
+    def found(cls, name: str, source: str, reason: str) -> "Frame":
+        """With the remedy where there is one."""
+        return cls(name, source, "; ".join(filter(None, (reason, remedy(f"{reason} {source}")))))
 
 
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
@@ -73,7 +80,8 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
-            frame = Frame(name, failed or start, _why(each.fail_reason or each.fail_type))
+            reason = _why(each.fail_reason or each.fail_type)
+            frame = Frame.found(name, failed or start, reason)
             found.setdefault(frame, (each.end_time_us or 0) / 1e6)
     return found
 
@@ -89,7 +97,7 @@ def _why(reason: str) -> str:
 def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks by which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
-    return [Frame(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
+    return [Frame.found(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
 
 
 def _frame_number(compile_id: str | None) -> str:

@@ -1,0 +1,73 @@
+"""Opt-in help where Dynamo, before any backend is asked, leaves a trainer's loss to Python.
+
+Entry points: `inline_nested_compile` and `trace_distributed_nn`. Each is called once, before the loss is compiled, holds
+for the whole process and can be called again without harm. A report names the remedy at a break that it would remove.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def inline_nested_compile() -> None:
+    """Lets Dynamo trace through `torch.compile` that is called inside what it traces.
+
+    slime's and verl's entropy define a function under `@torch.compile(dynamic=True)` in their `forward`; Dynamo breaks
+    the graph there, so that the softmax is made, kept, and handed from graph to graph. From now on `torch.compile` under
+    tracing is the function itself, which is what it means; everywhere else it is torch's own.
+    """
+    if not getattr(torch.compile, "_slime_fused_inlines", False):
+        torch.compile = _inlining(torch.compile)
+
+
+def _inlining(compile_: Callable[..., Any]) -> Any:
+    @functools.wraps(compile_)
+    def compile(model: Any = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return compile_(model, **kwargs)
+        return _itself if model is None else model
+
+    compile._slime_fused_inlines = True  # type: ignore[attr-defined]
+    return compile
+
+
+def _itself(function: Any) -> Any:
+    return function
+
+
+def trace_distributed_nn() -> None:
+    """Lets Dynamo trace `torch.distributed.nn.functional.all_reduce`, with the gradient that it has in eager code.
+
+    Since torch 2.13 Dynamo raises there and runs the whole frame, loss and all, in Python. From now on it traces the
+    functional collective, whose gradient is the same: summed over the ranks.
+    """
+    global _traces_distributed_nn
+    if _traces_distributed_nn:
+        return
+    import torch.distributed.nn.functional as nn_functional
+    from torch.distributed._functional_collectives import REDUCE_OP_TO_STR, all_reduce
+
+    @torch.compiler.substitute_in_graph(nn_functional.all_reduce, skip_signature_check=True)
+    def traced(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = dist.group.WORLD) -> Any:
+        return all_reduce(tensor, REDUCE_OP_TO_STR[op], group)
+
+    _traces_distributed_nn = True
+
+
+_traces_distributed_nn = False
+
+_REMEDIES = {
+    r"torch\.compile call|compile\.<locals>\.fn": "slime_compile.inline_nested_compile() removes this break",
+    r"distributed[/.]nn[/.]functional": "slime_compile.trace_distributed_nn() brings it into the graph",
+}
+
+
+def remedy(reason: str) -> str:
+    """What removes a graph break, from Dynamo's reason for it and its place, or ""."""
+    return next((text for pattern, text in _REMEDIES.items() if re.search(pattern, reason)), "")
