@@ -24,6 +24,6 @@ if [ "$checked" -ne 0 ]; then
     exit "$checked"
 fi
 status=0
-"$python" -m bench speed --out "$out" --resume --seconds 10 --minutes 3 2>&1 | tee "$out/speed.txt" || status=1
-"$python" -m bench memory --out "$out" --resume --minutes 4 2>&1 | tee "$out/memory.txt" || status=1
+"$python" -m bench speed --out "$out" --resume --seconds 5 --minutes 2 2>&1 | tee "$out/speed.txt" || status=1
+"$python" -m bench memory --out "$out" --resume --minutes 3.5 2>&1 | tee "$out/memory.txt" || status=1
 exit "$status"

@@ -21,12 +21,18 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """`computes`: "log-prob" or "log-prob, entropy". `linear`: takes hidden states and a weight instead of logits."""
+    """How to call it, and what it computes.
+
+    Attributes:
+        linear: takes hidden states and a weight instead of logits.
+        overwrites: leaves the gradient in the logits.
+    """
 
     make: Callable[[], Function]
     computes: str
     linear: bool = False
     cuda_only: bool = False
+    overwrites: bool = False
 
 
 def _both(way: str, linear: bool = False) -> Peer:
@@ -42,7 +48,7 @@ def _both(way: str, linear: bool = False) -> Peer:
         how, function = WAYS[way], of_hidden if linear else of_logits
         return function if how is None else torch.compile(function, dynamic=False, **how)
 
-    return Peer(make, "log-prob, entropy", linear)
+    return Peer(make, "log-prob, entropy", linear, overwrites="consume" in way)
 
 
 def _cross_entropy() -> Function:

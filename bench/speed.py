@@ -41,8 +41,8 @@ def main(options: argparse.Namespace) -> None:
     until = time.monotonic() + 60 * options.minutes
     cases = [
         Case("inside" if linear else "given", "plain", dtype, *size, device=device)
-        for size in _SIZES[device]
         for linear in (False, True)
+        for size in _SIZES[device]
         for dtype in (("float32",) if linear and device == "cpu" else ("float32", "bfloat16"))
     ]
     cells: Cells = {_name(c): functools.partial(_cell, c, options.seconds) for c in cases}
@@ -111,14 +111,17 @@ def _run(
 
     def run(number: int) -> tuple[float, float]:
         leaves = [value.detach().requires_grad_() for value in copies[number % COPIES]]
-        inputs = [_computed(leaf) if peer.linear is False else leaf for leaf in leaves]
+        inputs = [leaf if peer.linear else _computed(leaf) for leaf in leaves]
         start = clock()
         found = function(*inputs, target)
         middle = clock()
         outputs = found if isinstance(found, tuple) else (found,)
         pairs = [(o, g if o.dim() else g[0]) for o, g in zip(outputs, grads, strict=False)]
         torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs])
-        return middle - start, clock() - middle
+        end = clock()
+        if peer.overwrites:
+            copies[number % COPIES][0].copy_(problem.wide[0])
+        return middle - start, end - middle
 
     return run
 
