@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 
 from fx_passes.poly import Monomial, Poly
@@ -52,6 +52,14 @@ def shape_of(node: Node) -> tuple[Any, ...]:
 def same(left: Any, right: Any) -> bool:
     """Equal sizes for certain; never adds a guard."""
     return statically_known_true(value(left) == value(right))
+
+
+def guarded_same(left: Any, right: Any) -> bool:
+    """Equal sizes; where they are for the sizes at hand, a guard makes it certain.
+
+    For an index with as many rows as the logits: torch would allow fewer, so nothing else says that they are equal.
+    """
+    return bool(guard_or_false(value(left) == value(right)))
 
 
 def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra import Refused, add, only_known, product, scaled
-from fx_passes.builder import RESHAPES, is_float_tensor, same, shape_of, value
+from fx_passes.builder import RESHAPES, guarded_same, is_float_tensor, same, shape_of, value
 from fx_passes.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.poly import ONE, ZERO, Poly
 from fx_passes.row_maps import ROW_MAPS, is_iota, permute_dims, roll, slice_rows, write_rows
@@ -633,7 +633,7 @@ def gather(
 def _covers_rows(form: Form, shape: Sequence[Any]) -> bool:
     """The index has the form's rows, and any number of columns."""
     return len(shape) == len(form.shape) and all(
-        at == form.vdim or same(size, whole)
+        at == form.vdim or guarded_same(size, whole)
         for at, (size, whole) in enumerate(zip(shape, form.shape, strict=True))
     )
 
@@ -643,7 +643,7 @@ def _first_rows(w: Walk, form: Form, sizes: Sequence[Any]) -> Form:
     if len(sizes) != len(form.shape):
         raise Refused("an index of another rank than the logits")
     for dim, size in enumerate(sizes):
-        if dim != form.vdim and not same(size, form.shape[dim]):
+        if dim != form.vdim and not guarded_same(size, form.shape[dim]):
             whole = list(form.shape)
             whole[dim] = value(size)
             form = slice_rows(w, form, whole, dim, 0, size, 1)
@@ -685,7 +685,7 @@ def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> tuple[Form, 
         if (
             not is_iota(rows)
             or along not in ([place], [])
-            or not same(shape[place], shape_of(column)[dim])
+            or not guarded_same(shape[place], shape_of(column)[dim])
         ):
             raise Refused("the logits are indexed by something else than row number and column")
     wanted = [*w.builder.sizes(column), 1]
