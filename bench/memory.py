@@ -62,9 +62,9 @@ def main(options: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     until = time.monotonic() + 60 * options.minutes
     store = Store(options.out, "memory", resume=options.resume)
-    run_cells(store, _cells("measured", 1 if cuda else _ON_CPU, cuda), until=until)
     if not cuda:
         run_cells(store, _cells("estimated", 1, cuda), until=until)
+    run_cells(store, _cells("measured", 1 if cuda else _ON_CPU, cuda), until=until)
     tables = [_table(store, kind, cuda) for kind in _KINDS if kind == "measured" or not cuda]
     write_table(store, [table for both in tables for table in both])
     plot(store, "measured" if cuda else "estimated")

@@ -45,7 +45,7 @@ def bars(
             axis.set_title(title, fontsize=9)
             axis.set_xlabel(quantity)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -64,7 +64,8 @@ def _bar_chart(
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7, frameon=False)
+    if any(series):
+        axis.legend(fontsize=7, frameon=False)
 
 
 def lines(

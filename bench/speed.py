@@ -29,7 +29,7 @@ from bench.peers import PEERS, Peer
 COPIES = 2  # of the logits in turn, each larger than the caches
 _SIZES = {
     # rows, vocabulary, hidden, of given logits and of linear losses
-    "cpu": [(1024, 32_000, 128)],
+    "cpu": [(1024, 32_000, 512)],
     "cuda": [(9_216, 76_032, 4096), (8_192, 151_936, 4096)],
 }
 _LEAST, _MOST = 3, 30  # rounds
