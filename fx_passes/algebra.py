@@ -169,6 +169,8 @@ def _exps_times_exps(left: Form, right: Form) -> tuple[Exp, ...]:
             if not pure.b.is_zero:
                 raise Refused("a product of two softmaxes that are both weighted with the logits")
             scale = one.scale + two.scale
+            if scale.is_zero:
+                raise Refused("a quotient of two softmaxes")
             inverse = scale.inverse()
             if inverse is None:
                 raise Refused("a product of softmaxes with two temperatures per row")

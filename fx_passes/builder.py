@@ -13,6 +13,8 @@ from typing import Any
 
 import sympy
 import torch
+import torch.distributed._functional_collectives  # registers the functional collectives
+from torch.distributed.distributed_c10d import _get_group_size_by_name
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import FloorDiv
@@ -21,6 +23,7 @@ from fx_passes.poly import Monomial, Poly
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+c10d = torch.ops._c10d_functional
 
 RESHAPES = {
     aten.view.default,
@@ -69,6 +72,25 @@ def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
 def is_float_tensor(node: Any) -> bool:
     found = value(node)
     return isinstance(found, torch.Tensor) and found.dtype.is_floating_point
+
+
+def same_value(node: Node) -> Node | None:
+    """The node whose value `node` has, whatever that is: under an alias, a copy, or an all-reduce over one rank."""
+    if node.target in SAME_VALUE:
+        return node.all_input_nodes[0]
+    if node.target is aten.copy.default:
+        into, written = node.args[:2]
+        return written if same_shape(shape_of(into), shape_of(written)) else None  # type: ignore[arg-type, return-value]
+    if node.target is c10d.wait_tensor.default:
+        reduce = node.all_input_nodes[0]
+        if reduce.target is c10d.all_reduce.default and ranks_of(reduce.args[2]) == 1:
+            return reduce.all_input_nodes[0]
+    return None
+
+
+def ranks_of(group: Any) -> int:
+    """Ranks of a process group, by its name in the graph."""
+    return int(_get_group_size_by_name(group))
 
 
 class Builder:
@@ -313,8 +335,9 @@ class Builder:
         first = args[0]
         if not isinstance(first, Node) or (target not in CASTS and not is_float_tensor(first)):
             return own
-        if target in SAME_VALUE:
-            return self.meaning(first)
+        equal = same_value(node)
+        if equal is not None:
+            return self.meaning(equal)
         if target in CASTS:
             return self.meaning(first) if is_float_tensor(first) else own
         if target in RESHAPES:

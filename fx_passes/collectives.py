@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers the functional collectives
-from torch.distributed.distributed_c10d import _get_group_size_by_name
 from torch.fx import Graph, Node
 
 from fx_passes.builder import (
@@ -32,6 +30,7 @@ from fx_passes.builder import (
     Builder,
     is_backward,
     is_float_tensor,
+    ranks_of,
     same_shape,
     shape_of,
     value,
@@ -146,7 +145,7 @@ def _merge_group(
     graph: Graph, fake_mode: Any, is_wide: Callable[[Node], bool], group: str
 ) -> list[str]:
     found = [each for each in _all_reduces(graph) if each.group == group]
-    ranks = _get_group_size_by_name(group)  # type: ignore[arg-type]
+    ranks = ranks_of(group)
     if ranks == 1:
         _replace(graph, {each: each.operand for each in found})
         return []

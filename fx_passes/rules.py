@@ -19,7 +19,15 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra import Refused, add, only_known, product, scaled
-from fx_passes.builder import RESHAPES, guarded_same, is_float_tensor, same, shape_of, value
+from fx_passes.builder import (
+    RESHAPES,
+    SAME_VALUE,
+    guarded_same,
+    is_float_tensor,
+    same,
+    shape_of,
+    value,
+)
 from fx_passes.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.poly import ONE, ZERO, Poly
 from fx_passes.row_maps import ROW_MAPS, is_iota, permute_dims, roll, slice_rows, write_rows
@@ -309,8 +317,14 @@ def _not(found: tuple[Guard, bool] | None) -> tuple[Guard, bool] | None:
 
 def _at_least(form: Form, number: float) -> tuple[Guard, bool] | None:
     """`x >= finfo.min` fails only for -inf (and NaN)."""
-    lowest = number <= -65504.0 and number <= torch.finfo(torch.bfloat16).min
-    return (Guard.MINUS_INF, True) if form.is_affine and lowest else None
+    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(form) else None
+
+
+def _lowest(form: Form) -> float:
+    """The smallest finite logit; bfloat16's stands for float32's."""
+    if form.source is None:
+        return -math.inf
+    return max(torch.finfo(value(form.source).dtype).min, torch.finfo(torch.bfloat16).min)
 
 
 def _above(form: Form, number: float) -> tuple[Guard, bool] | None:
@@ -325,7 +339,7 @@ def isnan(w: Walk, node: Node, form: Any) -> Value:
 def equals(w: Walk, node: Node, left: Any, right: Any) -> Value:
     """eq of a column number 0..V-1 with one index per row: the row's column."""
     if isinstance(left, (Form, Mask)) or isinstance(right, (Form, Mask)):
-        return compare(_is_zero)(w, node, left, right)
+        return _at_peak(w, node) or compare(_is_zero)(w, node, left, right)
     shape = shape_of(node)
     if not (len(shape) >= 2 and w.is_vocabulary(shape[-1])):
         return None
@@ -339,6 +353,22 @@ def equals(w: Walk, node: Node, left: Any, right: Any) -> Value:
             index = w.builder.align(index, len(shape))
             if same(shape_of(index)[-1], 1):
                 return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
+    return None
+
+
+def _at_peak(w: Walk, node: Node) -> Node | None:
+    """eq of a value with its own maximum (a derivative of amax): the statistics' maximum may be rounded otherwise."""
+    for wide, peak in (node.args[:2], node.args[1::-1]):
+        while isinstance(peak, Node) and peak.target in SAME_VALUE:
+            peak = peak.args[0]
+        form = w.env.get(wide)  # type: ignore[arg-type]
+        if not isinstance(peak, Node) or peak.target is not aten.amax.default:
+            continue
+        if isinstance(form, Form) and form.is_affine and form == w.env.get(peak.args[0]):  # type: ignore[arg-type]
+            w.keep(wide)  # type: ignore[arg-type]
+            made = w.builder.call(aten.amax.default, wide, *peak.args[1:])
+            w.replacements[node] = w.builder.call(aten.eq.Tensor, wide, made)
+            return w.replacements[node]
     return None
 
 
@@ -408,14 +438,10 @@ def _masked(form: Form, rows: Poly) -> Form:
 
 
 def clamp_min(w: Walk, node: Node, form: Any, low: Any = None, high: Any = None) -> Value:
-    """clamp(min=finfo.min): nothing but -inf is below."""
-    number = low if isinstance(low, (int, float)) else None
-    if (
-        isinstance(form, Form)
-        and high is None
-        and number is not None
-        and _at_least(form, float(number))
-    ):
+    """clamp(min=finfo.min): nothing but -inf is below in the dtype of the logits."""
+    if not isinstance(form, Form) or high is not None or not isinstance(low, (int, float)):
+        raise Refused("a clamp over the vocabulary from above, or to a value per row")
+    if _at_least(form, float(low)):
         return form
     raise Refused("a clamp over the vocabulary changes values")
 
@@ -689,7 +715,18 @@ def _row_and_column(w: Walk, form: Form, indices: Sequence[Any]) -> tuple[Form, 
         ):
             raise Refused("the logits are indexed by something else than row number and column")
     wanted = [*w.builder.sizes(column), 1]
-    return _first_rows(w, form, wanted), w.builder.call(aten.unsqueeze.default, column, lead)
+    column = w.builder.call(aten.unsqueeze.default, column, lead)
+    return _first_rows(w, form, wanted), _from_the_end(w, form, column)
+
+
+def _from_the_end(w: Walk, form: Form, column: Node) -> Node:
+    """Indexing takes -1 for the last column; gather does not."""
+    vocabulary: Any = form.shape[form.vdim]
+    if not isinstance(vocabulary, int):
+        vocabulary = w.known_size(vocabulary)
+    call = w.builder.call
+    counted = call(aten.add.Tensor, column, vocabulary)
+    return call(aten.where.self, call(aten.lt.Scalar, column, 0), counted, column)
 
 
 def index(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
@@ -734,12 +771,23 @@ def _scattered(
     one = same(shape_of(index)[dim], 1)
     if not (one or accumulate):
         raise Refused("several columns per row are overwritten")
-    weight = w.builder.operand(source, len(form.shape))
-    if weight is None:
-        raise Refused("a scatter of full-vocabulary values")
+    weight = _weight(w, form, source)
     if isinstance(source, Node) and value(source).ndim and not _covers_rows(form, shape_of(source)):
         raise Refused("a scatter of only some of the rows")
     return _with_column(w, form, index, weight, accumulate)
+
+
+def _weight(w: Walk, form: Form, source: Any) -> Poly:
+    """What is written at a column; a sum that the user has computed stays as it is rounded.
+
+    The user's sum over the vocabulary is of the very same numbers, and where they cancel only equal ones do.
+    """
+    weight = w.builder.operand(source, len(form.shape))
+    if weight is None:
+        raise Refused("full-vocabulary values are written at columns")
+    if len(weight.terms) > 1 and isinstance(source, Node):
+        return Poly.atom(w.builder.aligned(source, len(form.shape)))
+    return weight
 
 
 def _with_column(w: Walk, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
@@ -760,9 +808,7 @@ def index_put(
     picked, column = _row_and_column(w, form, indices)
     if isinstance(values, Node) and value(values).ndim:
         values = w.builder.call(aten.unsqueeze.default, values, len(shape_of(values)))
-    weight = w.builder.operand(values, len(form.shape))
-    if weight is None:
-        raise Refused("a full-vocabulary value is written by index")
+    weight = _weight(w, form, values)
     written = _with_column(w, picked, column, weight, accumulate)
     return _put_back(w, form, written)
 

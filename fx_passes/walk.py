@@ -171,7 +171,7 @@ class Walk:
         """What the graph returns is kept; logits that it returns changed (`logits / t`) become a root of their own."""
         for arg in output.all_input_nodes:
             found = self.env.get(arg)
-            if isinstance(found, Form) and found.is_affine and found.source is not None:
+            if isinstance(found, Form) and found.is_affine and not found.f.is_zero:
                 self.changed_logits.add(arg)
         self._keep_operands(output)
 
@@ -495,6 +495,9 @@ class Walk:
     def row_grad(self, form: Form, dtype: torch.dtype) -> Node:
         """The full-vocabulary value itself: one read of the source and one write."""
         assert form.source is not None
+        wanted = dtype
+        for other, _ in form.others:  # what is added is rounded once, after the sum
+            dtype = torch.promote_types(dtype, value(other).dtype)
         rank = len(form.shape)
         order = None
         if form.vdim != rank - 1:
@@ -512,6 +515,8 @@ class Walk:
             "",
         )
         self.grad_nodes[node] = self.root_of[form.source]
+        if self._in_backward():  # also where it depends on no upstream gradient
+            node.meta["partitioner_tag"] = "is_backward"
         if order is not None:
             back = [order.index(dim) for dim in range(rank)]
             node = self.builder.call(aten.permute.default, node, back)
@@ -519,7 +524,7 @@ class Walk:
             factor = self.builder.emit(weight, dtype)
             term = other if factor == 1 else self.builder.call(aten.mul.Tensor, other, factor)
             node = self.builder.call(aten.add.Tensor, node, term)
-        return self.builder.cast(node, dtype)
+        return self.builder.cast(node, wanted)
 
     def _saved_softmax(self, form: Form, dtype: torch.dtype) -> Node | None:
         """With save="softmax": exp(y - shift) made in forward; the gradient is computed from it and may overwrite it.
