@@ -1,9 +1,9 @@
-"""`python -m bench [memory|estimate|speed|readme]`; without a command the table of README.md. See bench/README.md."""
+"""`python -m bench [memory|estimate|speed|tp|readme]`; without one the table of README.md. See bench/README.md."""
 
 import argparse
 from pathlib import Path
 
-from bench import estimate, loss, memory, readme, speed
+from bench import estimate, loss, memory, readme, speed, tp
 from bench.cells import RESULTS
 from bench.losses import SPELLINGS
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "memory": (memory.main, "the tables of slime#2011, re-made"),
     "estimate": (estimate.main, "estimated peaks beside the measured ones"),
     "speed": (speed.main, "forward and backward beside peers"),
+    "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 
