@@ -103,6 +103,7 @@ class Guard(Enum):
     MINUS_INF = "the value is -inf"
     NAN = "the value is NaN"
     COLUMN = "the column is the row's index"
+    PEAK = "the value is the row's maximum"
     ROW = "a row mask"
 
 

@@ -114,7 +114,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
             break
     if not roots:
         return Outcome(rejections=tuple([*rejections.values()] or _too_small(graph, config)))
-    return _commit(walk, config, fake_mode, tuple(rejections.values()))
+    return _commit(walk, config, fake_mode, rejections)
 
 
 def _walked(
@@ -194,7 +194,7 @@ def _used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
 
 
 def _wide_of(walk: Walk, root: Node, found: set[Node] | None, live: set[Node]) -> tuple[int, int]:
-    """Full-vocabulary values of one root before and after, gradients that leave not counted; before: in `found`."""
+    """Full-vocabulary values of one root before (in `found`) and after; gradients that leave are not counted."""
     region = [
         n
         for n in _region(walk)
@@ -281,7 +281,7 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
 
 
 def _commit(
-    walk: Walk, config: FuseConfig, fake_mode: Any, rejections: tuple[Rejection, ...]
+    walk: Walk, config: FuseConfig, fake_mode: Any, rejections: dict[Node, Rejection]
 ) -> Outcome:
     graph, roots = walk.graph, walk.softmax_roots
     wide = _region(walk)
@@ -306,7 +306,8 @@ def _commit(
     notes = [text for root, text in walk.notes.values() if root in roots]
     return Outcome(
         fused=fused,
-        rejections=rejections,
+        # what a refused rule would have computed may not be needed in the end
+        rejections=tuple(each for node, each in rejections.items() if node in live),
         wide_before=len(before),
         wide_after=len(after),
         saved_bytes_before=saved_before,

@@ -605,7 +605,8 @@ def roll(w: Walk, node: Node, form: Any, indices: Sequence[Any]) -> Value:
     def back(atom: Node) -> Node:
         return turned(atom, size - shift)
 
-    assert form.source is not None
+    if form.source is None:
+        return _moved(w, form, form.shape, None, None, move)
     step = w.steps.get(form.source)
     if step is not None and step.key[:2] == ("roll", dim) and (step.key[2] + shift) % size == 0:
         parent = step.parent

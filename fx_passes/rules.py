@@ -144,6 +144,10 @@ def rsub(w: Walk, node: Node, left: Any, right: Any, alpha: Any = 1) -> Value:
 
 
 def mul(w: Walk, node: Node, left: Any, right: Any) -> Value:
+    for mask, other in ((left, right), (right, left)):
+        rows = isinstance(mask, Mask) and not isinstance(other, (Form, Mask))
+        if rows and w.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
+            return mask.form.with_(exps=(), e=ZERO, f=ZERO, hots=())
     one, two = _pair(w, node, left, right)
     return normal(w, product(one, two, w.column))
 
@@ -356,19 +360,22 @@ def equals(w: Walk, node: Node, left: Any, right: Any) -> Value:
     return None
 
 
-def _at_peak(w: Walk, node: Node) -> Node | None:
-    """eq of a value with its own maximum (a derivative of amax): the statistics' maximum may be rounded otherwise."""
+def _at_peak(w: Walk, node: Node) -> Mask | None:
+    """eq of a value with its own maximum, a derivative of amax.
+
+    Where it stays, it compares with a maximum of its own: the statistics' may be rounded otherwise.
+    """
     for wide, peak in (node.args[:2], node.args[1::-1]):
         while isinstance(peak, Node) and peak.target in SAME_VALUE:
             peak = peak.args[0]
-        form = w.env.get(wide)  # type: ignore[arg-type]
         if not isinstance(peak, Node) or peak.target is not aten.amax.default:
             continue
-        if isinstance(form, Form) and form.is_affine and form == w.env.get(peak.args[0]):  # type: ignore[arg-type]
+        form = w.read(wide)
+        if isinstance(form, Form) and form.is_affine and form == w.read(peak.args[0]):
             w.keep(wide)  # type: ignore[arg-type]
             made = w.builder.call(aten.amax.default, wide, *peak.args[1:])
             w.replacements[node] = w.builder.call(aten.eq.Tensor, wide, made)
-            return w.replacements[node]
+            return Mask(Guard.PEAK, form)
     return None
 
 

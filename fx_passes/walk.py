@@ -245,6 +245,8 @@ class Walk:
         made = self.builder.expand(self.builder.emit_node(poly, dtype, like), lead)
         if not keepdim:
             made = self.builder.reshape(made, [s for dim, s in enumerate(lead) if dim != form.vdim])
+        if poly.as_number() is not None:
+            self.builder.known[made] = poly
         return self.replace(node, made, label, form)
 
     def replace(self, node: Node, made: Node, label: str, form: Form) -> Node:
