@@ -11,6 +11,7 @@ What is public, by home; everything is imported on first use:
     packed          samples in packed logits: Packing, shifted_targets, response_slices and what goes with them
     redistribute    redistribute_to_zigzag: per-sample values between layouts of context parallelism
     micro_batches   micro-batches that fit: partition_by_tokens, micro_batch_count, max_tokens_for, peak_bytes
+    remedies        inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
     probe           memory_probe: one line of log per step
 """
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     )
     from slime_compile.probe import MemoryRecord, memory_probe
     from slime_compile.redistribute import redistribute_to_zigzag
+    from slime_compile.remedies import inline_nested_compile, trace_distributed_nn
     from slime_compile.report import Report, reports
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "estimate_peak",
     "explain",
     "flatten_logits",
+    "inline_nested_compile",
     "join_responses",
     "log_probs_and_entropy",
     "max_tokens_for",
@@ -68,6 +71,7 @@ __all__ = [
     "row_temperature",
     "shifted_targets",
     "split_responses",
+    "trace_distributed_nn",
 ]
 
 _HOMES = {
@@ -91,6 +95,8 @@ _HOMES = {
     "MemoryRecord": "probe",
     "memory_probe": "probe",
     "redistribute_to_zigzag": "redistribute",
+    "inline_nested_compile": "remedies",
+    "trace_distributed_nn": "remedies",
     "Report": "report",
     "reports": "report",
 }

@@ -1,7 +1,7 @@
 """Opt-in help where Dynamo, before any backend is asked, leaves a trainer's loss to Python.
 
-Entry points: `inline_nested_compile` and `trace_distributed_nn`. Each is called once, before the loss is compiled, holds
-for the whole process and can be called again without harm. A report names the remedy at a break that it would remove.
+Entry points: `inline_nested_compile` and `trace_distributed_nn`. Each is called once, before the loss is compiled,
+holds for the whole process and can be called again without harm. A report names the remedy at a break that it removes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def inline_nested_compile() -> None:
     """Lets Dynamo trace through `torch.compile` that is called inside what it traces.
 
     slime's and verl's entropy define a function under `@torch.compile(dynamic=True)` in their `forward`; Dynamo breaks
-    the graph there, so that the softmax is made, kept, and handed from graph to graph. From now on `torch.compile` under
-    tracing is the function itself, which is what it means; everywhere else it is torch's own.
+    the graph there, so that the softmax is made, kept, and handed from graph to graph. From now on `torch.compile`
+    under tracing is the function itself, which is what it means; everywhere else it is torch's own.
     """
     if not getattr(torch.compile, "_slime_fused_inlines", False):
         torch.compile = _inlining(torch.compile)
