@@ -261,7 +261,10 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
 def _is_tangent(node: Node) -> bool:
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
+    desc: Any = node.meta.get("desc")
+    while hasattr(desc, "base"):  # a part of a DTensor
+        desc = desc.base
+    return isinstance(desc, TangentAOTInput)
 
 
 def _is_wide(node: Node, min_vocab: int) -> bool:

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import on_ranks
 from sharded_losses import LOSSES, Shard, whole
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.parallel import loss_parallel
 
 import slime_compile
 from slime_compile import check_ranks
@@ -83,6 +88,38 @@ def test_under_inductor_with_sizes_that_change() -> None:
     for at, rows in enumerate((ROWS, ROWS + 3, ROWS + 9)):
         check([steps[at] for steps, _ in found], "log_probs_and_entropy", rows)
     assert [counts for _, counts in found] == [[1, 1]] * 2  # one static graph, one for all sizes
+
+
+# ---- DTensor --------------------------------------------------------------------------------------------------------
+
+
+def sharded_dtensor(rank: int, parallel: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """Values and gradient of the compiled function and of eager code, and the fused operators."""
+    mesh = init_device_mesh("cpu", (2,))
+    logits, target = data(ROWS)
+
+    def loss(x: DTensor, tokens: DTensor) -> Tensor:
+        if parallel:
+            with loss_parallel():
+                return F.cross_entropy(x, tokens)
+        return x.redistribute(mesh, [Replicate()]).log_softmax(-1).gather(-1, tokens[:, None])
+
+    def run(fn: Any) -> list[Tensor]:
+        leaf = distribute_tensor(logits, mesh, [ShardPlacement(-1)]).requires_grad_()
+        output = fn(leaf, distribute_tensor(target, mesh, [Replicate()]))
+        output.sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        return [output.full_tensor().detach(), leaf.grad.full_tensor()]
+
+    mine = run(torch.compile(loss, backend="slime_fused", options=EAGER))
+    return mine, run(loss), slime_compile.reports()[-1].fused
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["redistributed", "loss_parallel"])
+def test_dtensor(parallel: bool) -> None:
+    for mine, eager, fused in on_ranks(2, sharded_dtensor, parallel):
+        torch.testing.assert_close(mine, eager)
+        assert fused == 2
 
 
 # ---- ranks with another history ------------------------------------------------------------------------------------
