@@ -121,7 +121,8 @@ def _cell(kind: Any, case: Case, way: str) -> dict[str, Any]:
 
 
 def _table(store: Store, kind: str, cuda: bool) -> list[tuple[str, list[str], list[list[str]]]]:
-    columns = [c for c, (_, way, _) in COLUMNS.items() if kind == "measured" or way in SLIME_WAYS]
+    begun = {name.split(" | ")[2] for name in store.cells if name.startswith(kind)}
+    columns = [column for column in COLUMNS if column in begun]
     smaller = "" if cuda or kind == "estimated" else f", at 1/{_ON_CPU} of the rows"
     headers = ["", "logits", *columns, "published: before", "published: patch"]
     tables = []
