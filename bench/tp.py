@@ -49,7 +49,7 @@ class Group:
     Attributes:
         ranks: how many. ways: of `WAYS`.
         nested: entropy defines a compiled function inside its forward, as slime's and verl's did.
-        inlined: under `remedies.inline_nested_compile`. megatron: its own cross entropy, else our words for it.
+        inlined: under `slime_compile.inline_nested_compile`. megatron: its own cross entropy, else our words for it.
         rows, shard: logits of one rank. seconds: for the rounds.
     """
 
@@ -152,9 +152,9 @@ def _rank(group: Group, rank: int, store: str) -> dict[str, dict[str, Any]]:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=group.ranks, timeout=_TIMEOUT
     )
     if group.inlined:
-        from slime_compile.remedies import inline_nested_compile
+        import slime_compile
 
-        inline_nested_compile()
+        slime_compile.inline_nested_compile()
     logits, rows, true = _data(group, rank)
     steps = {way: _Step(group, way, logits, rows) for way in group.ways}
     found = {way: step.inspect(true) for way, step in steps.items()}
