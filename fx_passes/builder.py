@@ -36,6 +36,7 @@ RESHAPES = {
 }
 SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default}
 SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
+ALL_REDUCE = {c10d.all_reduce.default, c10d.wait_tensor.default}
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 
 
@@ -72,6 +73,10 @@ def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
 def is_float_tensor(node: Any) -> bool:
     found = value(node)
     return isinstance(found, torch.Tensor) and found.dtype.is_floating_point
+
+
+def _is_pure(node: Node) -> bool:
+    return not node.is_impure() and node.target.namespace in ("aten", "prims")  # type: ignore[union-attr]
 
 
 def same_value(node: Node) -> Node | None:
@@ -115,10 +120,10 @@ class Builder:
         found = value(node)
         if isinstance(found, torch.SymInt):
             self.known_sizes.setdefault(found.node.expr, node)
-        if node.op != "call_function" or not isinstance(found, torch.Tensor) or node.is_impure():
+        if node.op != "call_function" or not isinstance(found, torch.Tensor):
             return node
         schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.is_mutable or node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
+        if schema is None or schema.is_mutable or not (_is_pure(node) or node.target in ALL_REDUCE):
             return node
         if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
             return node

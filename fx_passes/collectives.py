@@ -65,7 +65,7 @@ OTHERS = {
     aten.clone.default,
     prims.convert_element_type.default,
 }
-CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+CONSTANTS = {aten.full.default, aten.scalar_tensor.default, aten.lift_fresh_copy.default}
 MAX_NODES = 4096
 
 
@@ -268,6 +268,7 @@ class _Plan:
     def _replayable(self, node: Node) -> bool:
         target = node.target
         known = target in MOVES or target in OTHERS
+        known = known or _is_masked_fill(node)
         if not known and torch.Tag.pointwise not in getattr(target, "tags", ()):
             return False
         if self.is_wide(node) or (has_number(node) and not node.meta.get("slime_fused")):
@@ -287,6 +288,19 @@ class _Plan:
 
     def cost(self) -> int:
         return sum(kind is _Kind.MIXED for kind in self.kinds.values())
+
+
+def _is_masked_fill(node: Node) -> bool:
+    """`value[mask] = number`, which is traced as an index_put of a tensor without dimensions."""
+    if node.target is not aten.index_put.default or len(node.args) > 3:
+        return False
+    base, *masks, fill = node.all_input_nodes
+    return (
+        len(masks) == 1
+        and value(masks[0]).dtype is torch.bool
+        and same_shape(shape_of(masks[0]), shape_of(base))
+        and not value(fill).ndim
+    )
 
 
 def is_data(node: Node) -> bool:

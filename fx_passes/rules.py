@@ -133,10 +133,37 @@ def plus(sign: float) -> Callable[..., Value]:
     def rule(w: Walk, node: Node, left: Any, right: Any, alpha: Any = 1) -> Value:
         _only_forms(left, right)
         left, right = _unknown_beside(w, node, left, right)
-        one, two = _pair(w, node, left, right)
+        one, two = _same_shifts(w, *_pair(w, node, left, right))
         return add(one, scaled(two, Poly.number(sign * alpha)), w.builder.embedded)
 
     return rule
+
+
+def _same_shifts(w: Walk, one: Form, two: Form) -> tuple[Form, Form]:
+    """exp(y - max) as exp(y - max - log_sum) exp(log_sum) where the other side has that: one exponential for both.
+
+    The factor is at most V. A loss that sums its exponentials once by itself and once in a buffer with other sums (as
+    Megatron's does) comes to both.
+    """
+    if one.source is not two.source or one.source is None:
+        return one, two
+
+    def grown(form: Form, towards: Form) -> Form:
+        return form.with_(exps=tuple(_towards(w, form, term, towards) for term in form.exps))
+
+    return grown(one, two), grown(two, one)
+
+
+def _towards(w: Walk, form: Form, term: Exp, towards: Form) -> Exp:
+    for other in towards.exps:
+        if other.scale != term.scale or other.shift == term.shift:
+            continue
+        log_sum = w.stats(form, term.scale).log_sum
+        if other.shift - term.shift == log_sum:
+            assert form.source is not None
+            factor = Poly.atom(w.mass(log_sum, form.source))
+            return Exp(term.scale, other.shift, term.a * factor, term.b * factor, term.extent)
+    return term
 
 
 def rsub(w: Walk, node: Node, left: Any, right: Any, alpha: Any = 1) -> Value:

@@ -23,6 +23,9 @@ def inline_nested_compile() -> None:
     under tracing is the function itself, which is what it means; everywhere else it is torch's own.
     """
     if not getattr(torch.compile, "_slime_fused_inlines", False):
+        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+        get_torch_obj_rule_map()  # made once, by name: made later it would take the replacement for torch's own
         torch.compile = _inlining(torch.compile)
 
 

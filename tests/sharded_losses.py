@@ -47,7 +47,8 @@ class CrossEntropy(torch.autograd.Function):
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
         work -= peak.unsqueeze(-1)
         local, foreign = local_target(shard, target)
-        picked = work.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0.0)
+        picked = work.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        picked[foreign] = 0.0
         work.exp_()
         sums = torch.stack([picked, work.sum(-1)])
         dist.all_reduce(sums, group=shard.group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import harness
@@ -85,6 +87,24 @@ def test_nested_compile() -> None:
     entropy.sum().backward()
     torch.testing.assert_close(mine.grad, eager.grad)
     torch.testing.assert_close(fn(mine), entropy)
+
+
+def test_nested_compile_in_a_process_that_has_not_traced_yet() -> None:
+    """Dynamo makes its table of torch's functions once, by name, when it first traces."""
+    program = """
+import slime_compile, torch
+slime_compile.inline_nested_compile()
+def outer(x):
+    @torch.compile(dynamic=True)
+    def inner(y):
+        return y + 1
+    return inner(x)
+print(torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(1)).item())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "2.0", result.stderr
 
 
 def test_nested_compile_still_compiles_outside_of_tracing() -> None:
