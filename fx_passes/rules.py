@@ -25,6 +25,7 @@ from fx_passes.builder import (
     guarded_same,
     is_float_tensor,
     same,
+    same_shape,
     shape_of,
     value,
 )
@@ -292,6 +293,8 @@ def _common_factors(term: Exp) -> list[tuple[Node, int]]:
 
 
 def log(w: Walk, node: Node, form: Any) -> Value:
+    if isinstance(form, Node):
+        return _log_of_mass(w, node, form)
     _only_forms(form)
     if form.is_row and form.source is None and not form.e.is_zero:
         return form.with_(e=_log_row(w, form, form.e))
@@ -299,6 +302,20 @@ def log(w: Walk, node: Node, form: Any) -> Value:
         raise Refused("log of a value that is not one softmax")
     (term,) = form.exps
     return form.with_(exps=(), f=term.scale, e=_log_row(w, form, term.a) - term.shift)
+
+
+def _log_of_mass(w: Walk, node: Node, mass: Node) -> Node | None:
+    """log of a row's sum of exponentials is its exponent: not rounded by an exp and a log."""
+    mass = w.builder.represents.get(mass, mass)
+    exponent = w.mass_exponent(mass) if is_float_tensor(mass) else None
+    if exponent is None:
+        return None
+    found = w.builder.emit_node(exponent, value(node).dtype, mass)
+    if not same_shape(shape_of(found), shape_of(node)):
+        return None
+    made = w.builder.cast(found, value(node).dtype)
+    w.replacements[node] = w.builder.represents[node] = made
+    return made
 
 
 def _log_row(w: Walk, form: Form, poly: Poly) -> Poly:
@@ -976,4 +993,4 @@ RULES: dict[Any, Callable[..., Value]] = {
     aten.expand.default: expand,
     **ROW_MAPS,
 }
-CREATORS.update({filled, expand, equals, getitem})
+CREATORS.update({filled, expand, equals, getitem, log})
