@@ -435,7 +435,7 @@ def check(
     compiled = torch.compile(spelling.fn, backend="slime_fused", options=chosen)
     plain = torch.compile(spelling.fn, backend=PLAIN) if spelling.fused is None else None
     earlier = len(slime_compile.reports())
-    compare(compiled, spelling, dtype, plain=plain)
+    compare(compiled, spelling, dtype, plain=plain, data=spelling.data)
     check_report(spelling, merged(slime_compile.reports()[earlier:]))
 
 
