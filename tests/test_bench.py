@@ -134,3 +134,17 @@ def test_gpu_script_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
     assert "needs a CUDA device" in (tmp_path / "check.txt").read_text()
     assert torch.__version__ in (tmp_path / "stamp.txt").read_text()
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_checkout_that_is_not_installed_has_the_backend() -> None:
+    """As on a GPU machine, where `bench/gpu.sh` runs from PYTHONPATH alone."""
+    program = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda **_: ()
+import bench, torch
+print(torch.compile(lambda x: x + 1, backend="slime_fused", options={"inner": "aot_eager"})(torch.ones(1)).item())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "2.0", result.stderr
