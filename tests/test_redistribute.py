@@ -1,6 +1,7 @@
 """All-gather layout to zigzag, in real processes over gloo, each with a deadline."""
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,9 +373,11 @@ def wrong_program(rank: int) -> list[str]:
     return messages
 
 
-def test_errors_that_are_the_same_on_all_ranks() -> None:
+def test_errors_that_are_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for messages in on_ranks(2, wrong_program):
         assert "must be 'all_gather', the layout to move from, got 'zigzag'" in messages[0]
         assert "`group` must have packing.cp_size = 3 ranks, got 2" in messages[1]
+    # another test may have begun a default group
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
     with pytest.raises(ValueError, match="`group` must be given"):
         redistribute_to_zigzag({}, Packing([4], [2], context_parallel="all_gather"))
