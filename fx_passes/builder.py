@@ -37,6 +37,20 @@ RESHAPES = {
 SAME_VALUE = {aten.clone.default, aten.alias.default, aten.detach.default}
 SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
 ALL_REDUCE = {c10d.all_reduce.default, c10d.wait_tensor.default}
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+VIEWS = (
+    RESHAPES
+    | SPLITS
+    | (SAME_VALUE - {aten.clone.default})
+    | {
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 
 

@@ -26,7 +26,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.builder import (
-    RESHAPES,
+    SPLITS,
+    VIEWS,
     Builder,
     is_backward,
     is_float_tensor,
@@ -46,19 +47,6 @@ REDUCE: dict[str, Callable[..., Any]] = {
     "max": aten.maximum.default,
     "min": aten.minimum.default,
 }
-SPLITS = {aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default}
-MOVES = (
-    RESHAPES
-    | SPLITS
-    | {
-        aten.expand.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.permute.default,
-        aten.slice.Tensor,
-        aten.select.int,
-    }
-)
 OTHERS = {
     operator.getitem,
     aten.cat.default,
@@ -122,17 +110,14 @@ def merge(graph: Graph, fake_mode: Any, is_wide: Callable[[Node], bool], enabled
     return Merged(before, _count(graph), tuple(dict.fromkeys(notes)))
 
 
-def has_collectives(graph: Graph) -> bool:
-    return _count(graph) > 0
+def is_collective(node: Node) -> bool:
+    """A functional collective; not the wait for its result."""
+    functional = getattr(node.target, "namespace", "") == "_c10d_functional"
+    return functional and node.target is not c10d.wait_tensor.default
 
 
 def _count(graph: Graph) -> int:
-    return sum(
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "_c10d_functional"
-        and node.target is not c10d.wait_tensor.default
-        for node in graph.nodes
-    )
+    return sum(map(is_collective, graph.nodes))
 
 
 def _all_reduces(graph: Graph) -> list[AllReduce]:
@@ -267,7 +252,7 @@ class _Plan:
 
     def _replayable(self, node: Node) -> bool:
         target = node.target
-        known = target in MOVES or target in OTHERS
+        known = target in VIEWS or target in OTHERS
         known = known or _is_masked_fill(node)
         if not known and torch.Tag.pointwise not in getattr(target, "tags", ()):
             return False
@@ -310,7 +295,7 @@ def is_data(node: Node) -> bool:
 
 def has_number(node: Node) -> bool:
     """Whether an operand of the arithmetic is a number: not a size, a dimension or a dtype."""
-    if node.target in MOVES or node.target in OTHERS:
+    if node.target in VIEWS or node.target in OTHERS:
         return False
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     numbers = ("Tensor", "number", "Scalar", "float")
@@ -331,7 +316,7 @@ def moved_from(node: Node) -> Node:
 def _is_move(node: Node) -> bool:
     if node.target is operator.getitem:
         return node.all_input_nodes[0].target in SPLITS
-    return node.target in MOVES
+    return node.target in VIEWS
 
 
 # -- replaying ----------------------------------------------------------------------------------------

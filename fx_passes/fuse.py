@@ -15,15 +15,14 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fx_passes.builder import (
-    RESHAPES,
-    SAME_VALUE,
+    VIEWS,
     is_backward,
     is_float_tensor,
     same,
     shape_of,
     value,
 )
-from fx_passes.collectives import has_collectives, merge
+from fx_passes.collectives import is_collective, merge
 from fx_passes.forms import Form, Mask
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
@@ -33,21 +32,6 @@ from fx_passes.walk import Walk
 
 aten = torch.ops.aten
 
-VIEWS = (
-    RESHAPES
-    | (SAME_VALUE - {aten.clone.default})
-    | {
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-    }
-)
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 MAX_ROUNDS = 8
 
@@ -114,7 +98,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
             break
     if not roots:
         return Outcome(rejections=tuple([*rejections.values()] or _too_small(graph, config)))
-    return _commit(walk, config, fake_mode, rejections)
+    return _commit(walk, rejections)
 
 
 def _walked(
@@ -147,7 +131,7 @@ def _judge(walk: Walk) -> _Verdict:
     In a graph with collectives forward alone decides: a rank that needs no gradient has no more than that, and all
     ranks must exchange the same.
     """
-    forward = has_collectives(walk.graph)
+    forward = any(map(is_collective, walk.graph.nodes))
     found, live = (_live(walk.graph, r, forward) for r in ({}, walk.replacements))
     accepted, refused = set(), {}
     for root in sorted(walk.softmax_roots):
@@ -280,9 +264,7 @@ def _too_small(graph: Graph, config: FuseConfig) -> list[Rejection]:
 # -- committing ---------------------------------------------------------------------------------------
 
 
-def _commit(
-    walk: Walk, config: FuseConfig, fake_mode: Any, rejections: dict[Node, Rejection]
-) -> Outcome:
+def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     graph, roots = walk.graph, walk.softmax_roots
     wide = _region(walk)
     counted = wide - _leaving(walk)
@@ -295,9 +277,9 @@ def _commit(
     _tidy(graph)
     merged = merge(
         graph,
-        fake_mode,
+        walk.builder.fake_mode,
         lambda node: node in wide or _looks_wide(node, roots),
-        config.merge_collectives,
+        walk.config.merge_collectives,
     )
     _tidy(graph)
     graph.lint()

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.distributed_c10d import _get_group_size_by_name
 from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from fx_passes.builder import ranks_of
 
 # Relative to the largest element: a few roundings, far below any wrong coefficient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -25,7 +26,7 @@ class _AlikeRanks(Interpreter):
         if name == "wait_tensor" or (name == "all_reduce" and args[1] in ("max", "min", "avg")):
             return args[0].clone()
         if name == "all_reduce" and args[1] == "sum":
-            return args[0] * _get_group_size_by_name(args[2])
+            return args[0] * ranks_of(args[2])
         if name == "all_gather_into_tensor":
             return torch.cat([args[0]] * args[1])
         raise NotImplementedError(f"verify=True cannot run {target}")

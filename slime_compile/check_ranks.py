@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.fx import Graph, Node
 
+from fx_passes.collectives import is_collective
+
 TIMEOUT = timedelta(seconds=30)
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()
 
@@ -47,7 +49,7 @@ def check(graph: Graph, name: str) -> str:
         RanksDisagree: on every rank of the group, with the lines that differ.
     """
     missing = []
-    for group in dict.fromkeys(n.args[-1] for n in graph.nodes if _is_collective(n)):
+    for group in dict.fromkeys(n.args[-1] for n in graph.nodes if is_collective(n)):
         if isinstance(group, str):
             missing.append(_check_group(graph, name, group))
     return "; ".join(filter(None, missing))
@@ -91,7 +93,7 @@ def _compare(own: list[str], other: list[str], mine: int, rank: int, name: str, 
 
 def describe(graph: Graph, group: str) -> list[str]:
     """One line per collective over `group` and per value that one of them depends on."""
-    wanted = _ancestors([n for n in graph.nodes if _is_collective(n) and n.args[-1] == group])
+    wanted = _ancestors([n for n in graph.nodes if is_collective(n) and n.args[-1] == group])
     number: dict[Node, int] = {}
     lines = []
     for node in graph.nodes:
@@ -116,11 +118,3 @@ def _ancestors(nodes: list[Node]) -> set[Node]:
                 found.add(arg)
                 stack.append(arg)
     return found
-
-
-def _is_collective(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "_c10d_functional"
-        and len(node.args) > 1
-    )
