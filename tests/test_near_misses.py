@@ -8,7 +8,7 @@ and the result is right. In both the report says what was refused, why and at wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,25 +333,24 @@ def values_and_gradients(miss: NearMiss, fn: Callable[..., Outputs]) -> list[Ten
     return [t.detach() for t in (*outputs, *grads, *given)]
 
 
+def with_us_and_without(miss: NearMiss) -> Iterator[tuple[Tensor, Tensor]]:
+    """Values and gradients under slime_fused, each with that of the same decompositions without our pass."""
+    ours = torch.compile(miss.fn, backend="slime_fused", options=OPTIONS)
+    theirs = torch.compile(miss.fn, backend=harness.PLAIN)
+    return zip(values_and_gradients(miss, ours), values_and_gradients(miss, theirs), strict=True)
+
+
 @UNTOUCHED
 def test_result_is_torchs_own(miss: NearMiss) -> None:
     """Bit for bit, with the same random numbers, and the caller's logits changed alike."""
-    ours = values_and_gradients(
-        miss, torch.compile(miss.fn, backend="slime_fused", options=OPTIONS)
-    )
-    theirs = values_and_gradients(miss, torch.compile(miss.fn, backend=harness.PLAIN))
-    for got, expected in zip(ours, theirs, strict=True):
+    for got, expected in with_us_and_without(miss):
         assert got.dtype == expected.dtype
         assert torch.equal(got, expected)
 
 
 @PARTLY
 def test_result_beside_what_is_refused(miss: NearMiss) -> None:
-    ours = values_and_gradients(
-        miss, torch.compile(miss.fn, backend="slime_fused", options=OPTIONS)
-    )
-    theirs = values_and_gradients(miss, torch.compile(miss.fn, backend=harness.PLAIN))
-    for got, expected in zip(ours, theirs, strict=True):
+    for got, expected in with_us_and_without(miss):
         assert got.dtype == expected.dtype
         # Order of summation only: a value that is missing or counted twice is off by more than 1e-3 of the largest.
         close = 1e-5 * float(expected.abs().max()) if expected.is_floating_point() else 0
