@@ -24,6 +24,7 @@ from fx_passes.builder import (
 )
 from fx_passes.collectives import is_collective, merge
 from fx_passes.forms import Form, Mask
+from fx_passes.inplace import changed_inputs
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
 from fx_passes.source import source_of
@@ -79,8 +80,9 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
     barriers: frozenset[Node] = frozenset()
     refused: dict[Node, str] = {}
     rejections: dict[Node, Rejection] = {}
+    changed_inputs = _changed_before_backward(graph)
     for _ in range(MAX_ROUNDS):
-        walk = _walked(graph, config, fake_mode, roots, barriers)
+        walk = _walked(graph, config, fake_mode, roots, barriers, changed_inputs)
         verdict = _judge(walk)
         refused.update(verdict.refused)
         rejections.update(_rejections(walk, verdict))
@@ -101,10 +103,27 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: Any) -> Outcome:
     return _commit(walk, rejections)
 
 
+# NOTE [Logits that the graph changes]
+# A joint graph is functional: a change of an input in place is a new value, and one more output that is copied over the
+# input when forward ends. Backward runs after that copy. What reads the input there, as every gradient over it would,
+# gets what forward has written. So such an input, and whatever shares its memory, is no root of a training graph; the
+# first value that is made from it is, and that one is nobody else's. Forward alone reads its inputs before the copy.
+
+
+def _changed_before_backward(graph: Graph) -> frozenset[Node]:
+    """The inputs that may not be read in backward, and their aliases; none where there is no backward."""
+    return frozenset(changed_inputs(graph) if any(map(is_backward, graph.nodes)) else ())
+
+
 def _walked(
-    graph: Graph, config: FuseConfig, fake_mode: Any, roots: Any, barriers: frozenset[Node]
+    graph: Graph,
+    config: FuseConfig,
+    fake_mode: Any,
+    roots: Any,
+    barriers: frozenset[Node],
+    changed: frozenset[Node],
 ) -> Walk:
-    walk = Walk(graph, config, fake_mode, roots, barriers)
+    walk = Walk(graph, config, fake_mode, roots, barriers, changed)
     nodes = list(graph.nodes)
     with graph.inserting_before(nodes[-1]):
         for node in nodes:
@@ -240,6 +259,15 @@ def _rejections(walk: Walk, verdict: _Verdict) -> dict[Node, Rejection]:
             found.setdefault(refusal.node, _rejection(refusal.reason, refusal.node))
     for root, reason in verdict.refused.items():
         found.setdefault(root, _rejection(reason, root))
+    for node in walk.changed:
+        for user in node.users:
+            if (
+                walk.softmax_roots
+                and user not in walk.changed
+                and _looks_wide(node, walk.softmax_roots)
+            ):
+                reason = "the function changes these logits in place, and backward would read them changed"
+                found.setdefault(user, _rejection(reason, user))
     return found
 
 

@@ -57,18 +57,31 @@ def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
     """
     aliases = _Aliases(graph)
     returned = {aliases.root(n) for n in graph.output_node().all_input_nodes}
-    mutated = {aliases.root(n) for each in graph.nodes for n in _written(each)}
-    described = graph.output_node().meta.get("desc") or ()
-    updated = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    changed = changed_inputs(graph)
     for node in graph.find_nodes(op="placeholder"):
         place, root = node.meta.get("desc"), aliases.root(node)
         if not isinstance(place, PlainAOTInput):
             continue
         node.meta[_INPUT] = held.get(place.idx, "")
-        if root in mutated or place in updated:
+        if node in changed:
             node.meta[_INPUT] = "the function changes them in place"
         elif root in returned:
             node.meta[_INPUT] = "they are returned to the caller"
+
+
+def changed_inputs(graph: Graph) -> set[Node]:
+    """The inputs that a joint or inference graph changes in place, and every value that may share their memory.
+
+    Whoever reads one of these later than forward finds what forward has written there.
+    """
+    aliases = _Aliases(graph)
+    described = graph.output_node().meta.get("desc") or ()
+    updated = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    roots = {aliases.root(n) for each in graph.nodes for n in _written(each)}
+    roots |= {
+        aliases.root(n) for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated
+    }
+    return {node for root in roots for node in aliases.members(root)}
 
 
 def inplace(graph: Graph, donated: set[Node], consume_logits: bool) -> list[Decision]:

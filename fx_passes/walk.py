@@ -69,12 +69,14 @@ class Walk:
         fake_mode: Any,
         roots: frozenset[Node] | None,
         barriers: frozenset[Node],
+        changed: frozenset[Node] = frozenset(),
     ) -> None:
         self.graph = graph
         self.config = config
         self.builder = Builder(graph, fake_mode)
         self.roots = roots
         self.barriers = barriers
+        self.changed = changed
         self.env: dict[Node, Value] = {}
         self.steps: dict[Node, Step] = {}
         self.root_of: dict[Node, Node] = {}
@@ -109,7 +111,7 @@ class Walk:
     def _is_root(self, node: Node) -> bool:
         if not is_float_tensor(node) or self.builder.made(node):
             return False
-        if self.roots is not None and node not in self.roots:
+        if node in self.changed or (self.roots is not None and node not in self.roots):
             return False
         shape = shape_of(node)
         return len(shape) >= 2 and self.is_vocabulary(shape[-1])
