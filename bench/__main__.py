@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from bench import estimate, loss, memory, readme, speed, tp
-from bench.cells import RESULTS
-from bench.losses import SPELLINGS
+from bench.cases.losses import SPELLINGS
+from bench.commands import estimate, loss, memory, readme, speed, tp
+from bench.measure.cells import RESULTS
 
 COMMANDS = {
     "table": (loss.main, "the seeds' loss before and after: memory, time, error"),

@@ -17,10 +17,10 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # a group of one process nee
 from bench.cells import stamp, stamp_line
 print(stamp_line(stamp()))
 EOF
-"$python" bench/gpu_check.py 2>&1 | tee "$out/check.txt"
+"$python" bench/gpu/check.py 2>&1 | tee "$out/check.txt"
 checked=${PIPESTATUS[0]}
 if [ "$checked" -ne 0 ]; then
-    echo "bench/gpu_check.py ended with $checked: nothing is measured with operators that are not right" >&2
+    echo "bench/gpu/check.py ended with $checked: nothing is measured with operators that are not right" >&2
     exit "$checked"
 fi
 status=0

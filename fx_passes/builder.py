@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 
-from fx_passes.poly import Monomial, Poly
+from fx_passes.algebra.poly import Monomial, Poly
 
 aten = torch.ops.aten
 prims = torch.ops.prims

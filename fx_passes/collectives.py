@@ -36,7 +36,7 @@ from fx_passes.builder import (
     shape_of,
     value,
 )
-from fx_passes.source import source_of
+from fx_passes.graph.user_lines import source_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

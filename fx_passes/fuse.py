@@ -14,6 +14,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
+from fx_passes.algebra.forms import Form, Mask
 from fx_passes.builder import (
     VIEWS,
     is_backward,
@@ -23,11 +24,10 @@ from fx_passes.builder import (
     value,
 )
 from fx_passes.collectives import is_collective, merge
-from fx_passes.forms import Form, Mask
+from fx_passes.graph.user_lines import source_of
 from fx_passes.inplace import changed_inputs
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.rules import RULES
-from fx_passes.source import source_of
 from fx_passes.verify import mismatch
 from fx_passes.walk import Walk
 

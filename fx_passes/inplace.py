@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fx_passes.source import source_of
+from fx_passes.graph.user_lines import source_of
 
 aten = torch.ops.aten
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra import Refused, add, only_known, scaled
+from fx_passes.algebra.arithmetic import Refused, add, only_known, scaled
+from fx_passes.algebra.forms import Exp, Extent, Form, Mask, OneHot
+from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.builder import same, same_shape, shape_of, value
-from fx_passes.forms import Exp, Extent, Form, Mask, OneHot
-from fx_passes.poly import Monomial, Poly
 from fx_passes.walk import Step, Value, Walk
 
 aten = torch.ops.aten

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra import Refused, add, only_known, product, scaled
+from fx_passes.algebra.arithmetic import Refused, add, only_known, product, scaled
+from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
+from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.builder import (
     RESHAPES,
     SAME_VALUE,
@@ -29,8 +31,6 @@ from fx_passes.builder import (
     shape_of,
     value,
 )
-from fx_passes.forms import Exp, Form, Guard, Mask, OneHot
-from fx_passes.poly import ONE, ZERO, Poly
 from fx_passes.row_maps import ROW_MAPS, is_iota, permute_dims, roll, slice_rows, write_rows
 from fx_passes.walk import CREATORS, Value, Walk
 

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra import Refused, only_known
+from fx_passes.algebra.arithmetic import Refused, only_known
+from fx_passes.algebra.forms import Exp, Form, Mask
+from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.builder import RESHAPES, Builder, is_backward, is_float_tensor, same, shape_of, value
-from fx_passes.forms import Exp, Form, Mask
+from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
-from fx_passes.poly import ONE, ZERO, Poly
-from fx_passes.source import source_of
 
 aten = torch.ops.aten
 

@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING, Any
 from slime_compile.version import __version__
 
 if TYPE_CHECKING:
-    from slime_compile.dry_run import explain
-    from slime_compile.eager import log_probs_and_entropy
-    from slime_compile.estimate import Estimate, estimate_peak
-    from slime_compile.micro_batches import (
+    from slime_compile.dry_run.estimate import Estimate, estimate_peak
+    from slime_compile.dry_run.explain import explain
+    from slime_compile.dynamo.remedies import inline_nested_compile, trace_distributed_nn
+    from slime_compile.report import Report, reports
+    from slime_compile.rl.log_probs import log_probs_and_entropy
+    from slime_compile.rl.memory_probe import MemoryRecord, memory_probe
+    from slime_compile.rl.micro_batches import (
         max_tokens_for,
         micro_batch_count,
         partition_by_tokens,
         peak_bytes,
     )
-    from slime_compile.packed import (
+    from slime_compile.rl.packed import (
         Packing,
         ResponseSlice,
         flatten_logits,
@@ -41,10 +44,7 @@ if TYPE_CHECKING:
         shifted_targets,
         split_responses,
     )
-    from slime_compile.probe import MemoryRecord, memory_probe
-    from slime_compile.redistribute import redistribute_to_zigzag
-    from slime_compile.remedies import inline_nested_compile, trace_distributed_nn
-    from slime_compile.report import Report, reports
+    from slime_compile.rl.redistribute import redistribute_to_zigzag
 
 __all__ = [
     "Estimate",
@@ -75,28 +75,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "explain": "dry_run",
-    "log_probs_and_entropy": "eager",
-    "Estimate": "estimate",
-    "estimate_peak": "estimate",
-    "max_tokens_for": "micro_batches",
-    "micro_batch_count": "micro_batches",
-    "partition_by_tokens": "micro_batches",
-    "peak_bytes": "micro_batches",
-    "Packing": "packed",
-    "ResponseSlice": "packed",
-    "flatten_logits": "packed",
-    "join_responses": "packed",
-    "packed_log_probs": "packed",
-    "response_slices": "packed",
-    "row_temperature": "packed",
-    "shifted_targets": "packed",
-    "split_responses": "packed",
-    "MemoryRecord": "probe",
-    "memory_probe": "probe",
-    "redistribute_to_zigzag": "redistribute",
-    "inline_nested_compile": "remedies",
-    "trace_distributed_nn": "remedies",
+    "explain": "dry_run.explain",
+    "log_probs_and_entropy": "rl.log_probs",
+    "Estimate": "dry_run.estimate",
+    "estimate_peak": "dry_run.estimate",
+    "max_tokens_for": "rl.micro_batches",
+    "micro_batch_count": "rl.micro_batches",
+    "partition_by_tokens": "rl.micro_batches",
+    "peak_bytes": "rl.micro_batches",
+    "Packing": "rl.packed",
+    "ResponseSlice": "rl.packed",
+    "flatten_logits": "rl.packed",
+    "join_responses": "rl.packed",
+    "packed_log_probs": "rl.packed",
+    "response_slices": "rl.packed",
+    "row_temperature": "rl.packed",
+    "shifted_targets": "rl.packed",
+    "split_responses": "rl.packed",
+    "MemoryRecord": "rl.memory_probe",
+    "memory_probe": "rl.memory_probe",
+    "redistribute_to_zigzag": "rl.redistribute",
+    "inline_nested_compile": "dynamo.remedies",
+    "trace_distributed_nn": "dynamo.remedies",
     "Report": "report",
     "reports": "report",
 }

@@ -1,0 +1,71 @@
+"""`python -m bench readme`: puts what commands made where the documents have a mark, up to the next `<!-- end -->`.
+
+<!-- bench NAME -->   bench/results/NAME.md
+<!-- report -->       what the document's example prints: the Python block after `<!-- example -->`
+<!-- options -->      the options of the backend and their defaults
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_DOCUMENTS = ("README.md", "bench/README.md")
+_MARK = re.compile(
+    r"(<!-- (?P<mark>bench [\w-]+|report|options) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+_EXAMPLE = re.compile(r"<!-- example -->\n```python\n(?P<code>.*?)```", re.DOTALL)
+
+
+def main(options: argparse.Namespace) -> None:
+    for name in _DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text(), options.out))
+        print(f"{path}: {len(_MARK.findall(path.read_text()))} marks")
+
+
+def filled(text: str, results: Path) -> str:
+    """The document with every mark's content; a table that was never made leaves a sentence."""
+
+    def content(found: re.Match[str]) -> str:
+        mark = found["mark"]
+        if mark == "report":
+            made = f"```\n{printed_by_example(text)}```\n"
+        elif mark == "options":
+            made = _options()
+        else:
+            path = results / f"{mark.removeprefix('bench ')}.md"
+            made = path.read_text() if path.exists() else "Not measured yet.\n"
+        return f"{found[1]}\n{made}\n{found[3]}"
+
+    return _MARK.sub(content, text)
+
+
+def printed_by_example(text: str) -> str:
+    """Runs the document's example and gives what it printed."""
+    example = _EXAMPLE.search(text)
+    if example is None:
+        raise ValueError("a document with `<!-- report -->` must have an `<!-- example -->`")
+    names: dict[str, Any] = {"__name__": "example"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(example["code"], "example.py", "exec"), names)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def _options() -> str:
+    from slime_compile.backend.options import Options
+
+    said = dict(re.findall(r"^ {8}(\w+): (.*?)$", Options.__doc__ or "", re.MULTILINE))
+    rows = [
+        f"| `{field.name}` | `{field.default!r}` | {said[field.name]} |"
+        for field in dataclasses.fields(Options)
+        if field.name != "inductor"
+    ]
+    rows.append(
+        "| `inductor.<name>` | | inductor's own settings; your custom passes keep running |"
+    )
+    return "\n".join(["| option | default | |", "|---|---|---|", *rows, ""])

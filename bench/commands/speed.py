@@ -1,0 +1,226 @@
+"""`python -m bench speed`: forward, backward and both, beside every peer that is installed.
+
+Entry point: `main`. All ways over given logits run in turn in one process over copies of the logits; all that take
+hidden states and a weight, in another. Bytes that cannot be avoided over given logits of N*V*size bytes:
+
+    forward    one read                N*V*size
+    backward   one read, one write     2*N*V*size
+
+A share of the limit is the time of these bytes at the speed of a copy, measured in the same run, over the time taken.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.cases.losses import Case, Problem
+from bench.cases.peers import PEERS, Peer
+from bench.measure import measure, plots
+from bench.measure.cells import Cells, Store, run_cells, write_table
+from bench.measure.measure import clock_of
+
+COPIES = 2  # of the logits in turn, each larger than the caches
+_SIZES = {
+    # rows, vocabulary, hidden, of given logits and of linear losses
+    "cpu": [(1024, 32_000, 512)],
+    "cuda": [(9_216, 76_032, 4096), (8_192, 151_936, 4096)],
+}
+_LEAST, _MOST = 3, 30  # rounds
+
+
+def main(options: argparse.Namespace) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    store = Store(options.out, "speed", resume=options.resume)
+    until = time.monotonic() + 60 * options.minutes
+    cases = [
+        Case("inside" if linear else "given", "plain", dtype, *size, device=device)
+        for linear in (False, True)
+        for size in _SIZES[device]
+        for dtype in (("float32",) if linear and device == "cpu" else ("float32", "bfloat16"))
+    ]
+    cells: Cells = {_name(c): functools.partial(_cell, c, options.seconds) for c in cases}
+    run_cells(store, cells, until=until)
+    found = [case for case in cases if _name(case) in store.cells]
+    write_table(store, [_table(store, case) for case in found])
+    _plot(store, found)
+
+
+def _name(case: Case) -> str:
+    what = "hidden states and weight" if case.variant == "inside" else "given logits"
+    return f"{what}, {case.dtype}, N = {case.rows}, V = {case.vocab}" + (
+        f", D = {case.hidden}" if case.variant == "inside" else ""
+    )
+
+
+def _cell(case: Case, seconds: float) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(case),
+        **measure.in_fresh_process(speeds, case, seconds),
+        "logits_bytes": case.logits_bytes,
+    }
+
+
+# ---- in the fresh process -----------------------------------------------------------------------------------------
+
+
+def speeds(case: Case, seconds: float) -> dict[str, Any]:
+    """Median times of every peer, of a copy of the logits, and why the others have none."""
+    problem = Problem(case, with_truth=False)
+    copies = [[value.clone() for value in problem.wide] for _ in range(COPIES)]
+    peers = {name: p for name, p in PEERS.items() if p.linear == (case.variant == "inside")}
+    runs: dict[str, Callable[[int], tuple[float, float]]] = {}
+    missing: dict[str, str] = {}
+    clock = clock_of(case.device)
+    for name, peer in peers.items():
+        try:
+            runs[name] = _run(peer, problem, copies, clock)
+            runs[name](0)
+        except Exception as error:
+            runs.pop(name, None)
+            missing[name] = _why(peer, case, error)
+    if case.variant == "given":
+        runs["copy"] = _copy(copies, clock)
+    rounds = _in_turn(runs, seconds)
+    medians = {
+        name: [1e3 * statistics.median(t) for t in zip(*r, strict=True)]
+        for name, r in rounds.items()
+    }
+    return {"times_ms": medians, "missing": missing}
+
+
+def _why(peer: Peer, case: Case, error: Exception) -> str:
+    if isinstance(error, ImportError | AttributeError):
+        return "not installed"
+    if peer.cuda_only and case.device == "cpu":
+        return "needs CUDA"
+    return f"failed: {type(error).__name__}"
+
+
+def _run(
+    peer: Peer, problem: Problem, copies: list[list[Tensor]], clock: Callable[[], float]
+) -> Callable[[int], tuple[float, float]]:
+    function, target = peer.make(), problem.rows[0]
+    grads = [torch.randn(target.shape, device=target.device) for _ in range(2)]
+
+    def run(number: int) -> tuple[float, float]:
+        leaves = [value.detach().requires_grad_() for value in copies[number % COPIES]]
+        inputs = [leaf if peer.linear else _computed(leaf) for leaf in leaves]
+        start = clock()
+        found = function(*inputs, target)
+        middle = clock()
+        outputs = found if isinstance(found, tuple) else (found,)
+        pairs = [(o, g if o.dim() else g[0]) for o, g in zip(outputs, grads, strict=False)]
+        torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs])
+        end = clock()
+        if peer.overwrites:
+            copies[number % COPIES][0].copy_(problem.wide[0])
+        return middle - start, end - middle
+
+    return run
+
+
+class _Computed(torch.autograd.Function):
+    """A non-leaf over the same memory, as logits are after a model; its gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def _computed(leaf: Tensor) -> Tensor:
+    found: Tensor = _Computed.apply(leaf)
+    return found
+
+
+def _copy(
+    copies: list[list[Tensor]], clock: Callable[[], float]
+) -> Callable[[int], tuple[float, float]]:
+    into = torch.empty_like(copies[0][0])
+
+    def run(number: int) -> tuple[float, float]:
+        start = clock()
+        into.copy_(copies[number % COPIES][0])
+        return clock() - start, 0.0
+
+    return run
+
+
+def _in_turn(
+    runs: dict[str, Callable[[int], tuple[float, float]]], seconds: float
+) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    end = time.perf_counter() + seconds
+    for number in range(1 + _MOST):
+        if number > _LEAST and time.perf_counter() > end:
+            break
+        for name, run in runs.items():
+            pair = run(number)
+            if number:
+                found[name].append(pair)
+    return found
+
+
+# ---- table and plot -----------------------------------------------------------------------------------------------
+
+
+def _table(store: Store, case: Case) -> tuple[str, list[str], list[list[str]]]:
+    found = store.cells[_name(case)]
+    headers = ["", "computes", "forward ms", "backward ms", "both ms", "of inductor's"]
+    given = case.variant == "given"
+    headers += ["GB/s of 3 N*V", "forward's limit", "backward's limit"] if given else []
+    if "error" in found:
+        return _name(case), headers, [[found["error"]]]
+    times, rows = found["times_ms"], []
+    prefix = "" if given else "linear: "
+    for name, peer in PEERS.items():
+        if name in found["missing"]:
+            rows.append([name, peer.computes, found["missing"][name]])
+        if name in times:
+            forward, backward = times[name]
+            both = forward + backward
+            ratio = both / sum(times[f"{prefix}inductor"])
+            rows.append(
+                [
+                    name,
+                    peer.computes,
+                    *(f"{t:.2f}" for t in (forward, backward, both)),
+                    f"{ratio:.2f}",
+                ]
+            )
+            rows[-1] += _shares(found, forward, backward) if given else []
+    if given:
+        copy = times["copy"][0]
+        speed = f"{2 * found['logits_bytes'] / copy * 1e-6:.1f}"
+        rows.append(["copy", "", f"{copy:.2f}", "", "", "", speed, "", ""])
+    return _name(case), headers, rows
+
+
+def _shares(found: dict[str, Any], forward: float, backward: float) -> list[str]:
+    """Bytes a second; then the copy's time for one read, and for a read and a write, over that taken."""
+    copy = found["times_ms"]["copy"][0]
+    speed = 3 * found["logits_bytes"] / (forward + backward) * 1e-6
+    return [f"{speed:.1f}", f"{copy / 2 / forward:.0%}", f"{copy / backward:.0%}"]
+
+
+def _plot(store: Store, cases: list[Case]) -> None:
+    bars: dict[str, dict[str, list[float | None]]] = {}
+    labels: dict[str, list[str]] = {}
+    for case in cases:
+        title, _, rows = _table(store, case)
+        timed = [row for row in rows if len(row) > 5 and row[5]]
+        if timed:
+            labels[title] = [f"{row[0]} ({row[1]})" for row in timed]
+            bars[title] = {"": [float(row[5]) for row in timed]}
+    if bars:
+        plots.bars({"time / inductor's": bars}, labels, store.path.with_suffix(".png"))

@@ -1,0 +1,179 @@
+"""Arithmetic on forms. Each function is closed over the normal form of `forms.py` or raises `Refused`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Exp, Form, OneHot
+from fx_passes.algebra.poly import ZERO, Poly
+
+MAX_EXPONENTIALS = 6
+MAX_COLUMNS = 16
+
+
+class Refused(Exception):
+    """A rule cannot express its result as a form; the message is the reason that the user reads."""
+
+
+def only_known(*forms: Form) -> None:
+    if any(form.others for form in forms):
+        raise Refused("a value that is not made from the logits is in it")
+
+
+def common_source(left: Form, right: Form) -> Node | None:
+    if left.source is not None and right.source is not None and left.source is not right.source:
+        raise Refused("values over two different logits meet")
+    return left.source if left.source is not None else right.source
+
+
+def join(left: Form, right: Form) -> Form:
+    """An empty form over what both operands share."""
+    if left.vdim != right.vdim:
+        raise Refused("the operands keep the vocabulary in different dimensions")
+    return Form(left.shape, left.vdim, common_source(left, right))
+
+
+def scaled(form: Form, factor: Poly) -> Form:
+    """factor * W, coefficient by coefficient."""
+    if factor.is_zero:
+        return form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=())
+    return form.with_(
+        exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b * factor, t.extent) for t in form.exps),
+        e=form.e * factor,
+        f=form.f * factor,
+        hots=tuple(OneHot(t.index, t.weight * factor, t.extent) for t in form.hots),
+        others=tuple((node, weight * factor) for node, weight in form.others),
+    )
+
+
+def add(left: Form, right: Form, embedded: Container[Node] = ()) -> Form:
+    """W1 + W2; equal exponentials and equal columns are merged, and so are terms that share no row."""
+    base = join(left, right)
+    exps = list(left.exps)
+    for term in right.exps:
+        _merge_exp(exps, term, embedded)
+    hots = list(left.hots)
+    for hot in right.hots:
+        _merge_hot(hots, hot, embedded)
+    exps = [t for t in exps if not (t.a.is_zero and t.b.is_zero)]
+    hots = [t for t in hots if not t.weight.is_zero]
+    if len(exps) > MAX_EXPONENTIALS:
+        raise Refused(
+            f"more than {MAX_EXPONENTIALS} different softmaxes of the same logits are added"
+        )
+    if len(hots) > MAX_COLUMNS:
+        raise Refused(
+            f"more than {MAX_COLUMNS} different target columns of the same logits are added"
+        )
+    return base.with_(
+        exps=tuple(exps),
+        e=left.e + right.e,
+        f=left.f + right.f,
+        hots=tuple(hots),
+        others=left.others + right.others,
+    )
+
+
+def _merge_exp(exps: list[Exp], term: Exp, embedded: Container[Node]) -> None:
+    for at, other in enumerate(exps):
+        if other.scale == term.scale and other.shift == term.shift:
+            extent = other.extent.union(term.extent) if other.extent and term.extent else None
+            exps[at] = Exp(term.scale, term.shift, other.a + term.a, other.b + term.b, extent)
+            return
+    for at, other in enumerate(exps):
+        if other.extent and term.extent and other.extent.disjoint(term.extent):
+            scale = _overlay(other.scale, term.scale, embedded)
+            shift = _overlay(other.shift, term.shift, embedded)
+            if scale is not None and shift is not None:
+                extent = other.extent.union(term.extent)
+                exps[at] = Exp(scale, shift, other.a + term.a, other.b + term.b, extent)
+                return
+    exps.append(term)
+
+
+def _merge_hot(hots: list[OneHot], hot: OneHot, embedded: Container[Node]) -> None:
+    for at, other in enumerate(hots):
+        extent = other.extent.union(hot.extent) if other.extent and hot.extent else None
+        if other.index == hot.index:
+            hots[at] = OneHot(hot.index, other.weight + hot.weight, extent)
+            return
+        apart = extent and other.extent.disjoint(hot.extent)  # type: ignore[union-attr, arg-type]
+        if apart and all(node in embedded for node in other.index + hot.index):
+            hots[at] = OneHot(other.index + hot.index, other.weight + hot.weight, extent)
+            return
+    hots.append(hot)
+
+
+def _overlay(left: Poly, right: Poly, embedded: Container[Node]) -> Poly | None:
+    """One polynomial for two with disjoint rows: parts of one side only must be zero on the other side's rows."""
+    result = Poly()
+    for monomial in dict.fromkeys([*left.terms, *right.terms]):
+        x, y = left.terms.get(monomial), right.terms.get(monomial)
+        if x is not None and y is not None and x != y:
+            return None
+        if (x is None or y is None) and not any(
+            atom in embedded and power > 0 for atom, power in monomial
+        ):
+            return None
+        number = x if x is not None else y
+        assert number is not None
+        result += Poly({monomial: number})
+    return result
+
+
+def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], Poly]) -> Form:
+    """W1 * W2 where one side is a row scalar, or the product of an exponential with one more factor."""
+    if right.is_row and right.source is None:
+        return scaled(left, right.e)
+    if left.is_row and left.source is None:
+        return scaled(right, left.e)
+    only_known(left, right)
+    base = join(left, right)
+    exps = _times_exps(left, right) + _times_exps(right, left) + _exps_times_exps(left, right)
+    hots = [OneHot(t.index, t.weight * column(right, t.index)) for t in left.hots]
+    bare = left.with_(hots=())
+    hots += [OneHot(t.index, t.weight * column(bare, t.index)) for t in right.hots]
+    if not left.f.is_zero and not right.f.is_zero:
+        raise Refused("a square of the logits")
+    result = base.with_(
+        e=left.e * right.e,
+        f=left.e * right.f + left.f * right.e,
+    )
+    terms = base.with_(exps=exps, hots=tuple(hots))
+    return add(result, terms)
+
+
+def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
+    """exp(y - c)(a + b y) * (e + f x): x = y / scale, so b = 0 where f is not zero."""
+    result = []
+    for term in exp_side.exps:
+        a, b = term.a * affine_side.e, term.b * affine_side.e
+        if not affine_side.f.is_zero:
+            inverse = term.scale.inverse()
+            if not term.b.is_zero or inverse is None:
+                raise Refused("a softmax times the square of the logits")
+            b = b + term.a * affine_side.f * inverse
+        if not (a.is_zero and b.is_zero):
+            result.append(Exp(term.scale, term.shift, a, b, term.extent))
+    return tuple(result)
+
+
+def _exps_times_exps(left: Form, right: Form) -> tuple[Exp, ...]:
+    """exp(s x - c) a * exp(s' x - c')(a' + b' y') = exp((s + s') x - c - c') a (a' + b' y')."""
+    result = []
+    for one in left.exps:
+        for two in right.exps:
+            pure, other = (one, two) if one.b.is_zero else (two, one)
+            if not pure.b.is_zero:
+                raise Refused("a product of two softmaxes that are both weighted with the logits")
+            scale = one.scale + two.scale
+            if scale.is_zero:
+                raise Refused("a quotient of two softmaxes")
+            inverse = scale.inverse()
+            if inverse is None:
+                raise Refused("a product of softmaxes with two temperatures per row")
+            b = pure.a * other.b * other.scale * inverse
+            result.append(Exp(scale, one.shift + two.shift, pure.a * other.a, b))
+    return tuple(result)

@@ -1,0 +1,120 @@
+"""Full-vocabulary values as the pass sees them: a form over a root, or a mask that guards one.
+
+    W = sum_j exp(y_j - shift_j) * (a_j + b_j * y_j)  +  e + f * x  +  sum_k weight_k * [v == index_k]
+
+with `y_j = scale_j * x`.
+
+Shapes are the value's own; every coefficient is broadcastable to that shape with size 1 at the vocabulary dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from torch.fx import Node
+
+from fx_passes.algebra.poly import ONE, ZERO, Poly
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The rows outside which a term is zero: disjoint intervals of one leading dimension of the source."""
+
+    dim: int
+    intervals: tuple[tuple[int, int], ...]
+
+    def disjoint(self, other: Extent) -> bool:
+        return self.dim == other.dim and all(
+            stop <= first or last <= start
+            for start, stop in self.intervals
+            for first, last in other.intervals
+        )
+
+    def union(self, other: Extent) -> Extent:
+        return Extent(self.dim, self.intervals + other.intervals)
+
+
+@dataclass(frozen=True)
+class Exp:
+    """`exp(y - shift) * (a + b * y)` with `y = scale * x`."""
+
+    scale: Poly
+    shift: Poly
+    a: Poly
+    b: Poly = ZERO
+    extent: Extent | None = None
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension."""
+
+    index: tuple[Node, ...]
+    weight: Poly
+    extent: Extent | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A full-vocabulary value; `source` is the root moved by row maps, or None where no root is involved.
+
+    `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
+    logits): they take part in sums and scalings only.
+    """
+
+    shape: tuple[Any, ...]
+    vdim: int
+    source: Node | None = None
+    exps: tuple[Exp, ...] = ()
+    e: Poly = ZERO
+    f: Poly = ZERO
+    hots: tuple[OneHot, ...] = ()
+    others: tuple[tuple[Node, Poly], ...] = ()
+
+    @property
+    def is_row(self) -> bool:
+        """A row scalar spread over the vocabulary."""
+        return self.is_affine and self.f.is_zero
+
+    @property
+    def is_affine(self) -> bool:
+        return not self.exps and not self.hots and not self.others
+
+    @property
+    def is_exp(self) -> bool:
+        """Exponential terms and nothing else: vanishes where x is -inf."""
+        plain = self.f.is_zero and self.e.is_zero and not self.others
+        return bool(self.exps) and not self.hots and plain
+
+    @property
+    def is_identity(self) -> bool:
+        return self.is_affine and self.e.is_zero and self.f == ONE
+
+    def with_(self, **changes: Any) -> Form:
+        return replace(self, **changes)
+
+
+class Guard(Enum):
+    """What a full-vocabulary mask says of an element."""
+
+    NULL = "the probability is zero"
+    MINUS_INF = "the value is -inf"
+    NAN = "the value is NaN"
+    COLUMN = "the column is the row's index"
+    PEAK = "the value is the row's maximum"
+    ROW = "a row mask"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A boolean full-vocabulary value: `guard` (or its negation); `index` for COLUMN, the row mask for ROW."""
+
+    guard: Guard
+    form: Form
+    negated: bool = False
+    index: Node | None = None
+
+    def invert(self) -> Mask:
+        return replace(self, negated=not self.negated)

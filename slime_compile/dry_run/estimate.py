@@ -1,0 +1,132 @@
+"""The peak memory of a loss at any size, without that memory and without a GPU.
+
+Entry point: `estimate_peak(fn, *args)`. The function is compiled as the backend would with `inner="aot_eager"`, over
+fake tensors: its forward and backward graphs run operator by operator, every value lives until its last use, and
+torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
+
+Not counted: what an operator takes for itself while it runs (buffers for a chunk of rows on the CPU, a few MiB a
+thread), what the allocator rounds up to, and what code generation saves beyond our pass: of operators that were not
+fused, inductor may keep fewer values than their graph has.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
+
+from slime_compile import backend
+from slime_compile.backend.options import Options
+from slime_compile.dry_run.explain import _faked, _with_own_code, _without_grad_warnings
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes of tensors that are alive at one time, on the device that has most of them.
+
+    Attributes:
+        inputs_bytes: tensors among the arguments, and parameters of a module.
+        forward_bytes: most during forward, inputs included.
+        peak_bytes: most during forward and backward, inputs and the gradients of the inputs included.
+    """
+
+    inputs_bytes: int
+    forward_bytes: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"estimated peak {self.peak_bytes / 2**30:.2f} GiB (forward "
+            f"{self.forward_bytes / 2**30:.2f}, inputs {self.inputs_bytes / 2**30:.2f})"
+        )
+
+
+def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimate:
+    """The peak memory of `torch.compile(fn, backend="slime_fused", options=options)(*args)` and its backward.
+
+    Args:
+        fn: a function or module, as for `slime_compile.explain`. Backward runs from all its outputs that require
+            grad, to the arguments (and a module's parameters) that do. Under `torch.no_grad()` there is none.
+        args: as in the call that is meant. Fake tensors (made under `FakeTensorMode`) and tensors on "meta" may have
+            any size; real ones are only looked at.
+        options: as in `torch.compile(options=...)`; `inner` has no meaning here.
+
+    Raises:
+        RuntimeError: an unknown option; a function that asks for a value (`.item()`), which fake tensors do not have.
+
+    Example:
+        >>> with torch._subclasses.FakeTensorMode():
+        ...     logits = torch.empty(205_280, 76_032, requires_grad=True)
+        ...     target = torch.empty(205_280, dtype=torch.int64)
+        >>> print(slime_compile.estimate_peak(loss_fn, logits, target))
+    """
+    chosen = Options.parse(options)
+    tracker = MemTracker()
+
+    def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        record = backend.new_record(gm, example_inputs, chosen)
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            compiled = backend.compile_eager(gm, example_inputs, chosen, record)
+
+        def tracked(*inputs: Any) -> Any:
+            with tracker:
+                return compiled(*inputs)
+
+        return tracked
+
+    run = torch.compile(_with_own_code(fn), backend=compile_tracked, dynamic=False)
+    return measure(run, args, _parameters(fn), tracker)
+
+
+def measure(
+    run: Callable[..., Any], args: Sequence[Any], parameters: Sequence[Tensor], tracker: MemTracker
+) -> Estimate:
+    """Forward of `run`, which tracks itself, and backward, which is tracked here, all on fake tensors."""
+    mode = _mode_of(args)
+    with _without_grad_warnings(), mode:
+        fakes = _faked(mode, tuple(args))
+        held = [t for t in (*tree_leaves(fakes), *parameters) if isinstance(t, Tensor)]
+        tracker.track_external(*held)
+        inputs = _total(tracker, "current")
+        outputs = run(*fakes)
+        forward = _total(tracker, "peak")
+        if torch.is_grad_enabled():
+            with tracker:
+                gradients = _gradients(outputs, [t for t in held if t.requires_grad])
+            del gradients
+        return Estimate(inputs, max(forward, inputs), max(_total(tracker, "peak"), inputs))
+
+
+def _gradients(outputs: Any, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+    roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    if not roots or not wanted:
+        return ()
+    ones = [torch.ones_like(root) for root in roots]
+    return cast(
+        Sequence[Tensor | None], torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+    )
+
+
+def _mode_of(args: Sequence[Any]) -> FakeTensorMode:
+    """That of fake arguments, which work in no other, or a new one."""
+    modes = (getattr(leaf, "fake_mode", None) for leaf in tree_leaves(list(args)))
+    new = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return next((mode for mode in modes if mode is not None), new)
+
+
+def _parameters(fn: Callable[..., Any]) -> list[Tensor]:
+    plain = torch._dynamo.eval_frame.innermost_fn(fn)
+    return list(plain.parameters()) if isinstance(plain, torch.nn.Module) else []
+
+
+def _total(tracker: MemTracker, kind: str) -> int:
+    """Of the device that holds most."""
+    snapshot = tracker.get_tracker_snapshot(kind)
+    return max((int(parts["Total"]) for parts in snapshot.values()), default=0)

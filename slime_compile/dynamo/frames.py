@@ -1,0 +1,109 @@
+"""What Dynamo did with the frames it was given: which it split, and which it left to Python.
+
+Entry points: `process_frames` (this process so far), `Watch` (during one call). A frame that Dynamo gives up has no
+graph, no graph break and only a log line; what remains is torch's own record per compiled frame, the last 64 of them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch._dynamo import utils
+
+from slime_compile.dynamo.remedies import remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A place where Dynamo stopped tracing: a graph break, or a whole frame left to Python."""
+
+    name: str
+    source: str
+    reason: str
+
+    @classmethod
+    def found(cls, name: str, source: str, reason: str) -> "Frame":
+        """With the remedy where there is one."""
+        return cls(name, source, "; ".join(filter(None, (reason, remedy(f"{reason} {source}")))))
+
+
+_SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
+"""Failures after which Dynamo runs the frame as plain Python; the others are raised."""
+
+_seen: dict[Frame, float] = {}
+
+
+def process_frames() -> dict[Frame, float]:
+    """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
+    for frame, when in _left_to_python(utils.get_compilation_metrics()).items():
+        _seen.setdefault(frame, when)
+    return dict(_seen)
+
+
+class Watch:
+    """Frames and graph breaks during a `with` block; torch's counters are then as they were before."""
+
+    def __enter__(self) -> "Watch":
+        process_frames()
+        self._before = {id(m) for m in utils.get_compilation_metrics()}
+        self._kept = list(utils.get_compilation_metrics())
+        self._counters = {name: counter.copy() for name, counter in utils.counters.items()}
+        self.python_frames: tuple[Frame, ...] = ()
+        self.breaks: tuple[Frame, ...] = ()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        new = [m for m in utils.get_compilation_metrics() if id(m) not in self._before]
+        self.python_frames = tuple(_left_to_python(new))
+        self.breaks = tuple(f for m in new for f in _restarts(m))
+        utils.counters.clear()
+        utils.counters.update(self._counters)
+        utils.clear_compilation_metrics()
+        utils._compilation_metrics.extend(self._kept)
+
+
+def summary(reason: str) -> str:
+    """One of Dynamo's long explanations in a line: what happened, and its explanation where it has one."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if "Explanation: " in line]
+    return ": ".join([*lines[:1], *explained[:1]]) or "no reason given"
+
+
+def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
+    found: dict[Frame, float] = {}
+    names: dict[str, tuple[str, str]] = {}
+    for each in metrics:
+        code = _frame_number(each.compile_id)
+        if each.co_name:
+            names[code] = (each.co_name, _place(each.co_filename, each.co_firstlineno))
+        if each.fail_type in _SOFT_FAILURES:
+            name, start = names.get(code, ("a frame", "unknown place"))
+            failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
+            reason = _why(each.fail_reason or each.fail_type)
+            frame = Frame.found(name, failed or start, reason)
+            found.setdefault(frame, (each.end_time_us or 0) / 1e6)
+    return found
+
+
+def _why(reason: str) -> str:
+    """Too many recompiles are the one failure that leaves earlier graphs in use."""
+    limit = re.search(r"exceeding the (\w+)", reason)
+    if limit is None:
+        return summary(reason)
+    return f"too many recompiles ({limit[1]}): sizes beyond those compiled run as eager code"
+
+
+def _restarts(metrics: Any) -> list[Frame]:
+    """Graph breaks by which Dynamo traced a frame anew; torch keeps their reason, not their line."""
+    place = _place(metrics.co_filename, metrics.co_firstlineno)
+    return [Frame.found(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
+
+
+def _frame_number(compile_id: str | None) -> str:
+    """`12/3` is the fourth compilation of frame 12."""
+    return (compile_id or "").split("/")[0]
+
+
+def _place(file: str | None, line: int | None) -> str:
+    return f"{file}:{line}" if file else ""

@@ -1,0 +1,101 @@
+"""A report as text that a person reads and pastes into an issue; tables by `tabulate` where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime_compile.dynamo.frames import Frame
+    from slime_compile.report import GraphReport, Report
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def render(report: Report) -> str:
+    """The whole report; never empty."""
+    lines = [_headline(report)]
+    for number, graph in enumerate(report.graphs, 1):
+        lines += ["", f"graph {number} of {len(report.graphs)}: {_title(graph)}", *_graph(graph)]
+    lines += _frames("graph breaks", report.breaks)
+    lines += _frames("left to Python, nothing there is compiled", report.python_frames)
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(lines)
+
+
+def _headline(report: Report) -> str:
+    graphs = f"{len(report.graphs)} graph" + ("" if len(report.graphs) == 1 else "s")
+    said = f"slime_fused: {report.fused} fused operators in {graphs}"
+    if not report.graphs:
+        return f"slime_fused: no graph at all{', everything runs in Python' if report.python_frames else ''}"
+    if not any(g.has_vocabulary or g.cached for g in report.graphs):
+        said += "; the logits are in no graph"
+    return said
+
+
+def _title(graph: GraphReport) -> str:
+    kind = "training" if graph.training else "inference"
+    if graph.cached:
+        kind = "from torch's compile cache, lines as of compiling" + (
+            f"; {kind}" if graph.values else ""
+        )
+    return f"{graph.name}, {kind}, {graph.operators} fused operators"
+
+
+def _graph(graph: GraphReport) -> list[str]:
+    lines: list[str] = []
+    if graph.values:
+        rows = [
+            (v.kind + (f" x{v.count}" if v.count > 1 else ""), v.shape, v.dtype, v.source)
+            for v in graph.values
+        ]
+        lines += _indented(_table(("fused", "shape", "dtype", "at"), rows))
+    if graph.wide_before or graph.values:
+        lines.append(
+            f"  full-vocabulary values {graph.wide_before} -> {graph.wide_after}, kept for backward "
+            f"{_size(graph.saved_bytes_before)} -> {_size(graph.saved_bytes_after)}"
+        )
+    if graph.collectives_before:
+        lines.append(f"  collectives {graph.collectives_before} -> {graph.collectives_after}")
+    for each in graph.placements:
+        how = "written over the logits" if each.in_place else f"not in place: {each.reason}"
+        lines.append(f"  gradient at {each.source or 'unknown line'}: {how}")
+    if graph.rejections:
+        refused = [(r.reason, r.node, r.source) for r in graph.rejections]
+        lines += _indented(_table(("left as it was, because", "node", "at"), refused))
+    if not graph.has_vocabulary:
+        lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
+    return lines + [f"  note: {note}" for note in graph.notes]
+
+
+def _frames(title: str, found: Sequence[Frame]) -> list[str]:
+    return (
+        ["", f"{title}:"] + [f"  {f.name} at {f.source}: {f.reason}" for f in found]
+        if found
+        else []
+    )
+
+
+def _indented(lines: str) -> list[str]:
+    return [f"  {line}".rstrip() for line in lines.splitlines()]
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if importlib.util.find_spec("tabulate") is not None:
+        from tabulate import tabulate
+
+        return str(tabulate(rows, headers=headers, disable_numparse=True))
+    every = [headers, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(headers))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in every
+    )
+
+
+def _size(count: float) -> str:
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.4g} {_UNITS[unit]}"

@@ -1,0 +1,313 @@
+"""The backend: registration, hooks, failures, caches, threads. Code generation takes seconds and is avoided."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+import fx_passes
+import slime_compile
+from slime_compile import backend
+from slime_compile.backend.options import Options
+from slime_compile.report import Record, Report, keep
+
+ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
+EAGER = {"inner": "aot_eager"}
+
+
+def log_probs(logits: Tensor, target: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, target[:, None])[:, 0]
+
+
+def data() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, requires_grad=True)
+    return logits, torch.randint(0, VOCAB, (ROWS,)), torch.randn(ROWS)
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="slime_fused", options={**EAGER, **options})
+
+
+def last_report() -> Report:
+    return slime_compile.reports()[-1]
+
+
+def check_against_eager(fn: Callable[..., Any]) -> None:
+    logits, target, grad = data()
+    out = fn(logits, target)
+    expected = log_probs(logits, target)
+    torch.testing.assert_close(out, expected)
+    (got,) = torch.autograd.grad(out, logits, grad)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, logits, grad)[0])
+
+
+# ---- registration -------------------------------------------------------------------------------------------------
+
+
+def run_python(code: str, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_registered_without_an_import_of_ours() -> None:
+    code = """
+import sys, torch
+assert not any(name.startswith(("slime_compile", "fx_passes")) for name in sys.modules)
+assert "slime_fused" in torch._dynamo.list_backends()
+def loss(x, t):
+    return torch.log_softmax(x, -1).gather(-1, t[:, None]).mean()
+x, t = torch.randn(4, 1030, requires_grad=True), torch.randint(0, 1030, (4,))
+torch.compile(loss, backend="slime_fused")(x, t).backward()
+import slime_compile
+print(slime_compile.reports()[0].fused)
+"""
+    assert run_python(code, SLIME_FUSED_INNER="aot_eager").strip() == "2"
+
+
+def test_unknown_option_reaches_the_user() -> None:
+    with pytest.raises(Exception, match="Unexpected option bogus, known options are"):
+        compiled(log_probs, bogus=1)(*data()[:2])
+
+
+# ---- where the pass runs ------------------------------------------------------------------------------------------
+
+
+def test_training_graph() -> None:
+    check_against_eager(compiled(log_probs))
+    assert last_report().fused == 2
+    assert last_report().graphs[0].training
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "no requires_grad"])
+def test_inference_graphs(how: str) -> None:
+    logits, target, _ = data()
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    given = logits if how in modes else logits.detach()
+    with modes.get(how, torch.enable_grad)():
+        out = compiled(log_probs)(given, target)
+    torch.testing.assert_close(out, log_probs(given, target), check_stride=False)
+    assert last_report().fused == 1
+    assert not last_report().graphs[0].training
+
+
+def test_different_options_have_different_code() -> None:
+    torch._dynamo.reset()
+    before = len(slime_compile.reports())
+    for min_vocab in (1024, 4096):
+        options = {**EAGER, "min_vocab": min_vocab}
+        check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
+    assert [r.fused for r in slime_compile.reports()[before:]] == [2, 0]
+
+
+def test_six_threads() -> None:
+    torch._dynamo.reset()
+    before = len(slime_compile.reports())
+    failures: list[BaseException] = []
+
+    def work(min_vocab: int) -> None:
+        try:
+            options = {**EAGER, "min_vocab": min_vocab}
+            check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
+        except BaseException as error:
+            failures.append(error)
+
+    sizes = [64, 128, 256, 2048, 4096, 8192]
+    threads = [threading.Thread(target=work, args=(size,)) for size in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert sorted(r.fused for r in slime_compile.reports()[before:]) == [0, 0, 0, 2, 2, 2]
+
+
+# ---- a pass that fails --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A pass that breaks the graph before it raises."""
+
+    def fuse(graph: Graph, config: object) -> None:
+        output = graph.output_node()
+        first = next(n for n in graph.nodes if n.op == "call_function")
+        output.replace_input_with(output.all_input_nodes[0], first)
+        raise ZeroDivisionError("the test's own")
+
+    monkeypatch.setattr(fx_passes, "fuse", fuse)
+    backend._log_failure.cache_clear()
+    yield
+    backend._log_failure.cache_clear()
+
+
+@pytest.mark.usefixtures("failing_pass")
+def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="slime_compile"):
+        check_against_eager(compiled(log_probs))
+        with torch.no_grad():
+            logits, target, _ = data()
+            torch.testing.assert_close(
+                compiled(log_probs)(logits, target), log_probs(logits, target)
+            )
+    told = [r for r in caplog.records if r.name == "slime_compile.backend"]
+    assert len(told) == 1
+    assert "ZeroDivisionError: the test's own" in told[0].getMessage()
+    assert told[0].exc_info is not None
+    assert "the fusing pass failed: ZeroDivisionError" in str(last_report())
+
+
+@pytest.mark.usefixtures("failing_pass")
+def test_a_failing_pass_raises_under_strict() -> None:
+    with pytest.raises(Exception, match="the test's own"):
+        compiled(log_probs, strict=True)(*data()[:2])
+
+
+# ---- retain_graph -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain_first", [True, False])
+def test_retain_graph_is_refused_with_advice(retain_first: bool) -> None:
+    logits, target, grad = data()
+    fn = compiled(log_probs)
+    if not retain_first:
+        fn(logits, target).backward(grad)
+    with pytest.raises(RuntimeError, match="donated_buffer=False"):
+        fn(logits, target).backward(grad, retain_graph=True)
+
+
+@pytest.mark.parametrize("consume", [True, False])
+def test_retain_graph_is_honoured_without_donation(consume: bool) -> None:
+    logits, target, grad = data()
+    with functorch_config.patch(donated_buffer=False):
+        out = compiled(log_probs, consume_logits=consume)(logits * 1, target)
+        first = torch.autograd.grad(out, logits, grad, retain_graph=True)
+        second = torch.autograd.grad(out, logits, grad)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = torch.autograd.grad(log_probs(logits, target), logits, grad)
+    torch.testing.assert_close(second, expected)
+
+
+# ---- mode, and the user's own passes ------------------------------------------------------------------------------
+
+
+class Counting(CustomGraphPass):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, graph: Graph) -> None:
+        self.calls += 1
+
+    def uuid(self) -> Any | None:
+        return "a pass of the user's"
+
+
+def test_the_users_passes_keep_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    joint, post = Counting(), Counting()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(joint_custom_pre_pass=joint):
+        options = {"inductor.post_grad_custom_post_pass": post}
+        check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
+    assert joint.calls == 1
+    assert post.calls == 2  # forward and backward
+    assert last_report().fused == 2
+
+
+def inductor_patches(monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> dict[str, Any]:
+    """What the backend hands to inductor, which is not run."""
+    from torch._inductor import compile_fx
+
+    found: dict[str, Any] = {}
+
+    def capture(gm: Any, inputs: Any, *, inner_compile: Any, config_patches: Any) -> Any:
+        found.update(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", capture)
+    torch._dynamo.reset()
+    torch.compile(log_probs, backend="slime_fused", **kwargs)(*data()[:2])
+    return found
+
+
+def test_mode_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches = inductor_patches(monkeypatch, mode="max-autotune-no-cudagraphs")
+    assert patches["max_autotune"] is True
+
+
+def test_mode_needs_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_FUSED_INNER", "aot_eager")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="mode='max-autotune' is inductor's and needs inner="):
+        torch.compile(log_probs, backend="slime_fused", mode="max-autotune")(*data()[:2])
+
+
+def joint_pass(user: Sequence[Any], **options: Any) -> backend._JointPass:
+    record = keep(Record("", "", {}))
+    return backend._JointPass(Options.parse(options, {}), record.number, tuple(user))
+
+
+def test_uuid_has_options_and_the_users_passes() -> None:
+    uuids = [
+        joint_pass([]).uuid(),
+        joint_pass([], min_vocab=64).uuid(),
+        joint_pass([], consume_logits=True).uuid(),
+        joint_pass([Counting()]).uuid(),
+    ]
+    assert None not in uuids
+    assert len(set(uuids)) == len(uuids)
+
+
+def test_a_pass_without_identity_switches_the_cache_off() -> None:
+    assert joint_pass([lambda graph: None]).uuid() is None
+
+
+# ---- torch's compile cache ----------------------------------------------------------------------------------------
+
+WARM = """
+import json, sys, torch, slime_compile
+def loss(x, w, t):
+    return torch.log_softmax(x @ w, -1).gather(-1, t[:, None]).mean()
+def nothing(x):
+    return (x * 2).sin()
+x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 1030, requires_grad=True)
+torch.compile(loss, backend="slime_fused")(x, w, torch.randint(0, 1030, (4,))).backward()
+torch.compile(nothing, backend="slime_fused")(torch.randn(8))
+print(json.dumps([r.to_dict() for r in slime_compile.reports()]))
+"""
+
+
+def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
+    script = tmp_path / "warm.py"
+    script.write_text(WARM)
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    cold, warm = (json.loads(run_python(code, **cache)) for _ in range(2))
+    assert [r["fused"] for r in cold] == [r["fused"] for r in warm] == [2, 0]
+    for report in (*cold, *warm):
+        for graph in report["graphs"]:
+            loaded = graph.pop("cached")
+            assert loaded == any(report is r for r in warm)
+    assert cold[0] == warm[0]
+    assert cold[0]["in_place"][0]["in_place"]
+    assert "nothing fused" in warm[1]["graphs"][0]["notes"][0]

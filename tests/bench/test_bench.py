@@ -1,0 +1,154 @@
+"""The measuring itself: cells that are kept, documents that are filled, peers that are missing. No times, no sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.cases.losses import SPELLINGS, VARIANTS, Case, Problem, errors, truth
+from bench.cases.peers import PEERS
+from bench.commands import loss, memory, readme, speed
+from bench.measure import cells
+from bench.measure.cells import Store, run_cells, write_table
+from bench.measure.measure import CellFailed, Step
+
+ROOT = Path(__file__).parents[2]
+ROWS, VOCAB = 70, 1030  # more than the truth takes at a time; more than min_vocab, and odd
+
+
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if s != "megatron"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_spellings_agree_with_the_truth(spelling: str, variant: str) -> None:
+    problem = Problem(Case(variant, spelling, "float32", ROWS, VOCAB, 8))
+    step = Step(problem, "eager")
+    step.run()
+    of_outputs, of_gradients = errors(step.result(), truth(problem))
+    assert of_outputs < 1e-5  # of numbers around 10
+    assert of_gradients < 1e-5
+
+
+def test_own_copy_of_megatrons_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.cases.losses.has_megatron", lambda: False)
+    problem = Problem(Case("given", "megatron", "float32", ROWS, VOCAB, chunk=33))
+    step = Step(problem, "eager")
+    step.run()
+    of_outputs, of_gradients = errors(step.result(), truth(problem))
+    assert of_outputs < 1e-5
+    assert of_gradients < 2**-8  # the gradient is rounded to bfloat16, as Megatron's is
+
+
+def test_what_overwrites_its_logits_gets_them_again() -> None:
+    problem = Problem(Case("given", "plain", "float32", ROWS, VOCAB), with_truth=False)
+    before = problem.wide[0].clone()
+    step = Step(problem, "slime_fused consume_logits=True")
+    problem.wide[0].zero_()
+    step.gradients = [problem.wide[0]]
+    step.prepare()
+    assert torch.equal(problem.wide[0], before)
+
+
+def failing() -> dict[str, Any]:
+    raise CellFailed("OOM")
+
+
+def test_finished_cells_stay(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    run_cells(store, {"one": lambda: {"n": 1}, "two": failing})
+    again = Store(tmp_path, "some", resume=True)
+    assert again.cells == {"one": {"n": 1}, "two": {"error": "OOM"}}
+    run_cells(again, {"one": lambda: pytest.fail("it is finished"), "three": lambda: {"n": 3}})
+    saved = json.loads((tmp_path / "some.json").read_text())
+    assert list(saved["cells"]) == ["one", "two", "three"]
+    assert saved["stamp"]["torch"] == torch.__version__
+
+
+def test_cells_are_left_when_time_is_up(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    run_cells(store, {"late": lambda: pytest.fail("too late")}, until=0)
+    assert not store.cells
+
+
+def test_table_has_its_stamp(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    write_table(store, [("Title", ["a", "b"], [["x", "1.50"]])])
+    text = (tmp_path / "some.md").read_text()
+    assert "**Title**" in text
+    assert "1.50" in text
+    assert cells.stamp_line(store.stamp) in text
+
+
+def test_a_document_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "loss.md").write_text("a table\n")
+    text = "x\n<!-- bench loss -->\nold\n<!-- end -->\n<!-- bench none -->\n<!-- end -->\n"
+    once = readme.filled(text, tmp_path)
+    assert "a table" in once
+    assert "old" not in once
+    assert "Not measured yet." in once
+    assert readme.filled(once, tmp_path) == once
+
+
+def test_options_of_the_readme_are_those_of_the_backend() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert readme._options() in text, "run `python -m bench readme`"
+
+
+def test_every_table_can_be_made_of_what_failed(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    names = memory._cells("measured", 1, True)
+    store.cells = {name: {"error": "OOM"} for name in names}
+    tables = memory._table(store, "measured", True)
+    assert [len(rows) for _, _, rows in tables] == [3, 4]
+    assert tables[1][2][2][-1] == "88.24"
+    assert "OOM" in tables[0][2][0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ways_of_a_variant(variant: str) -> None:
+    assert {"eager", "aot_eager", "inductor", "slime_fused"} <= set(loss.ways_of(variant))
+
+
+def test_a_missing_peer_is_a_row_that_says_so(tmp_path: Path) -> None:
+    case = Case("given", "plain", "float32", 8, VOCAB)
+    store = Store(tmp_path, "some")
+    times = {"eager": [2.0, 2.0], "inductor": [1.0, 1.0], "copy": [0.5, 0.0]}
+    missing = {"Liger cross entropy": "not installed"}
+    store.cells = {speed._name(case): {"times_ms": times, "missing": missing, "logits_bytes": 1}}
+    _, _, rows = speed._table(store, case)
+    assert ["Liger cross entropy", PEERS["Liger cross entropy"].computes, "not installed"] in rows
+    assert rows[0][:6] == ["eager", "log-prob, entropy", "2.00", "2.00", "4.00", "2.00"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_gpu_script_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench" / "gpu.sh"), str(tmp_path), sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "needs a CUDA device" in (tmp_path / "check.txt").read_text()
+    assert torch.__version__ in (tmp_path / "stamp.txt").read_text()
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_checkout_that_is_not_installed_has_the_backend() -> None:
+    """As on a GPU machine, where `bench/gpu.sh` runs from PYTHONPATH alone."""
+    program = """
+import importlib.metadata
+every = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **k: every(
+    **{n: v.replace("torch_dynamo_backends", "none") for n, v in k.items()}
+)
+import bench, torch
+print(torch.compile(lambda x: x + 1, backend="slime_fused", options={"inner": "aot_eager"})(torch.ones(1)).item())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "2.0", result.stderr

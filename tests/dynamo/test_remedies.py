@@ -1,0 +1,134 @@
+"""Where Dynamo leaves a loss to Python: the report names the place and the remedy, and the remedy works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as nn_functional
+from torch import Tensor
+
+import slime_compile
+from tests.support import harness
+
+OPTIONS = {"inner": "aot_eager", "min_vocab": 32, "strict": True}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
+    harness.world()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class NestedEntropy(torch.autograd.Function):
+    """slime's and verl's: a function compiled inside of forward."""
+
+    @staticmethod
+    def forward(ctx, logits):  # type: ignore[no-untyped-def]
+        @torch.compile(dynamic=True)
+        def mul_reduce(a: Tensor, b: Tensor) -> Tensor:
+            return (a * b).sum(dim=-1, keepdim=True)
+
+        peak = logits.max(dim=-1, keepdim=True).values
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        probs = (logits - peak).exp_()
+        total = probs.sum(dim=-1, keepdim=True)
+        dist.all_reduce(total)
+        probs.div_(total)
+        expected = mul_reduce(probs, logits)
+        dist.all_reduce(expected)
+        ctx.save_for_backward(logits, probs, expected)
+        return (peak + total.log() - expected).squeeze(dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, probs, expected = ctx.saved_tensors
+        return grad.unsqueeze(-1) * probs * (expected - logits)
+
+
+def nested_entropy(logits: Tensor) -> Tensor:
+    return NestedEntropy.apply(logits.clone())
+
+
+def distributed_nn(logits: Tensor) -> Tensor:
+    return nn_functional.all_reduce(logits.exp().sum(-1)).log()
+
+
+def data() -> Tensor:
+    return torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def test_nested_compile() -> None:
+    before = slime_compile.explain(nested_entropy, **OPTIONS)(data())
+    (line,) = {
+        b.source
+        for b in before.breaks
+        if "inline_nested_compile" in b.reason and b.name == "forward"
+    }
+    assert line.endswith(f"test_remedies.py:{NestedEntropy.forward.__code__.co_firstlineno + 2}")
+
+    slime_compile.inline_nested_compile()
+    slime_compile.inline_nested_compile()  # a second call changes nothing
+    after = slime_compile.explain(nested_entropy, **OPTIONS)(data())
+    assert after.breaks == ()
+    assert (after.fused, len(after.graphs), after.to_dict()["wide_after"]) == (2, 1, 0)
+
+    fn = torch.compile(nested_entropy, backend="slime_fused", options=OPTIONS, fullgraph=True)
+    mine, eager = data(), data()
+    fn(mine).sum().backward()
+    entropy = torch.distributions.Categorical(logits=eager).entropy()
+    entropy.sum().backward()
+    torch.testing.assert_close(mine.grad, eager.grad)
+    torch.testing.assert_close(fn(mine), entropy)
+
+
+def test_nested_compile_in_a_process_that_has_not_traced_yet() -> None:
+    """Dynamo makes its table of torch's functions once, by name, when it first traces."""
+    program = """
+import slime_compile, torch
+slime_compile.inline_nested_compile()
+def outer(x):
+    @torch.compile(dynamic=True)
+    def inner(y):
+        return y + 1
+    return inner(x)
+print(torch.compile(outer, backend="eager", fullgraph=True)(torch.ones(1)).item())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "2.0", result.stderr
+
+
+def test_nested_compile_still_compiles_outside_of_tracing() -> None:
+    slime_compile.inline_nested_compile()
+    calls = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        calls.append(gm)
+        return gm.forward
+
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
+def test_distributed_nn() -> None:
+    before = slime_compile.explain(distributed_nn, **OPTIONS)(data())
+    assert before.graphs == ()
+    assert any("trace_distributed_nn" in f.reason for f in before.python_frames)
+
+    slime_compile.trace_distributed_nn()
+    slime_compile.trace_distributed_nn()
+    fn = torch.compile(distributed_nn, backend="slime_fused", options=OPTIONS, fullgraph=True)
+    mine, eager = data(), data()
+    fn(mine).sum().backward()
+    distributed_nn(eager).sum().backward()
+    torch.testing.assert_close(mine.grad, eager.grad)
