@@ -1,7 +1,14 @@
 """Graph passes: recognise per-token log-probs and entropies by meaning, and rewrite them to two fused operators.
 
-Entry points: `fuse` on the joint graph before partitioning, `inplace.inplace` on the backward graph after it. Reading
-order: `rules.py` (what is recognised), `forms.py` (the normal form), `algebra.py`, `row_maps.py`, `walk.py`, `fuse.py`.
+In their order:
+
+    collective_gradients.keep_eager_gradients(gm)   Dynamo's graph: in-place collectives keep eager's gradient
+    fuse(graph, config) -> Outcome                  joint or inference graph, before partitioning; calls
+        collectives.merge                           row-level all-reduces -> one all-gather
+        verify.mismatch                             verify=True: the graph and its rewrite on the same random data
+    inplace.mark_inputs, inplace.inplace            backward graph, after partitioning -> Decisions
+
+Reading order: docs/design.md, `rules/__init__.py` (what is recognised), `algebra/` (forms), `walk/`, `fuse.py`.
 Knows graphs only: no Triton, no import of `slime_compile`.
 """
 

@@ -8,7 +8,6 @@ import dataclasses
 from typing import Literal
 
 import torch
-import torch._inductor.inductor_prims  # registers prims.fma, which the rules name
 
 Save = Literal["logits", "softmax"]
 

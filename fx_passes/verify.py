@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from fx_passes.builder import ranks_of
+from fx_passes.graph.facts import ranks_of
 
 # Relative to the largest element: a few roundings, far below any wrong coefficient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -32,12 +32,12 @@ class _AlikeRanks(Interpreter):
         raise NotImplementedError(f"verify=True cannot run {target}")
 
 
-def mismatch(before: Graph, after: Graph, root: torch.nn.Module) -> str | None:
+def mismatch(before: Graph, after: Graph, module: torch.nn.Module) -> str | None:
     """Why the two graphs do not compute the same, or None if they do."""
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng():
         inputs = [_random(node) for node in before.find_nodes(op="placeholder")]
-        wanted = _run(before, root, inputs)
-        found = _run(after, root, inputs)
+        wanted = _run(before, module, inputs)
+        found = _run(after, module, inputs)
         return _first_difference(wanted, found)
 
 
@@ -53,10 +53,10 @@ def _first_difference(wanted: list[Any], found: list[Any]) -> str | None:
     return None
 
 
-def _run(graph: Graph, root: torch.nn.Module, inputs: list[Any]) -> list[Any]:
+def _run(graph: Graph, module: torch.nn.Module, inputs: list[Any]) -> list[Any]:
     torch.manual_seed(0)
     copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in inputs]
-    outputs = _AlikeRanks(GraphModule(root, graph)).run(*copies, enable_io_processing=False)
+    outputs = _AlikeRanks(GraphModule(module, graph)).run(*copies, enable_io_processing=False)
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 

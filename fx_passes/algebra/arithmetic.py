@@ -22,17 +22,17 @@ def only_known(*forms: Form) -> None:
         raise Refused("a value that is not made from the logits is in it")
 
 
-def common_source(left: Form, right: Form) -> Node | None:
-    if left.source is not None and right.source is not None and left.source is not right.source:
+def common_logits(left: Form, right: Form) -> Node | None:
+    if left.x is not None and right.x is not None and left.x is not right.x:
         raise Refused("values over two different logits meet")
-    return left.source if left.source is not None else right.source
+    return left.x if left.x is not None else right.x
 
 
 def join(left: Form, right: Form) -> Form:
     """An empty form over what both operands share."""
     if left.vdim != right.vdim:
         raise Refused("the operands keep the vocabulary in different dimensions")
-    return Form(left.shape, left.vdim, common_source(left, right))
+    return Form(left.shape, left.vdim, common_logits(left, right))
 
 
 def scaled(form: Form, factor: Poly) -> Form:
@@ -48,15 +48,15 @@ def scaled(form: Form, factor: Poly) -> Form:
     )
 
 
-def add(left: Form, right: Form, embedded: Container[Node] = ()) -> Form:
+def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
     """W1 + W2; equal exponentials and equal columns are merged, and so are terms that share no row."""
     base = join(left, right)
     exps = list(left.exps)
     for term in right.exps:
-        _merge_exp(exps, term, embedded)
+        _merge_exp(exps, term, zero_outside)
     hots = list(left.hots)
     for hot in right.hots:
-        _merge_hot(hots, hot, embedded)
+        _merge_hot(hots, hot, zero_outside)
     exps = [t for t in exps if not (t.a.is_zero and t.b.is_zero)]
     hots = [t for t in hots if not t.weight.is_zero]
     if len(exps) > MAX_EXPONENTIALS:
@@ -76,7 +76,7 @@ def add(left: Form, right: Form, embedded: Container[Node] = ()) -> Form:
     )
 
 
-def _merge_exp(exps: list[Exp], term: Exp, embedded: Container[Node]) -> None:
+def _merge_exp(exps: list[Exp], term: Exp, zero_outside: Container[Node]) -> None:
     for at, other in enumerate(exps):
         if other.scale == term.scale and other.shift == term.shift:
             extent = other.extent.union(term.extent) if other.extent and term.extent else None
@@ -84,8 +84,8 @@ def _merge_exp(exps: list[Exp], term: Exp, embedded: Container[Node]) -> None:
             return
     for at, other in enumerate(exps):
         if other.extent and term.extent and other.extent.disjoint(term.extent):
-            scale = _overlay(other.scale, term.scale, embedded)
-            shift = _overlay(other.shift, term.shift, embedded)
+            scale = _overlay(other.scale, term.scale, zero_outside)
+            shift = _overlay(other.shift, term.shift, zero_outside)
             if scale is not None and shift is not None:
                 extent = other.extent.union(term.extent)
                 exps[at] = Exp(scale, shift, other.a + term.a, other.b + term.b, extent)
@@ -93,20 +93,20 @@ def _merge_exp(exps: list[Exp], term: Exp, embedded: Container[Node]) -> None:
     exps.append(term)
 
 
-def _merge_hot(hots: list[OneHot], hot: OneHot, embedded: Container[Node]) -> None:
+def _merge_hot(hots: list[OneHot], hot: OneHot, zero_outside: Container[Node]) -> None:
     for at, other in enumerate(hots):
         extent = other.extent.union(hot.extent) if other.extent and hot.extent else None
         if other.index == hot.index:
             hots[at] = OneHot(hot.index, other.weight + hot.weight, extent)
             return
         apart = extent and other.extent.disjoint(hot.extent)  # type: ignore[union-attr, arg-type]
-        if apart and all(node in embedded for node in other.index + hot.index):
+        if apart and all(node in zero_outside for node in other.index + hot.index):
             hots[at] = OneHot(other.index + hot.index, other.weight + hot.weight, extent)
             return
     hots.append(hot)
 
 
-def _overlay(left: Poly, right: Poly, embedded: Container[Node]) -> Poly | None:
+def _overlay(left: Poly, right: Poly, zero_outside: Container[Node]) -> Poly | None:
     """One polynomial for two with disjoint rows: parts of one side only must be zero on the other side's rows."""
     result = Poly()
     for monomial in dict.fromkeys([*left.terms, *right.terms]):
@@ -114,7 +114,7 @@ def _overlay(left: Poly, right: Poly, embedded: Container[Node]) -> Poly | None:
         if x is not None and y is not None and x != y:
             return None
         if (x is None or y is None) and not any(
-            atom in embedded and power > 0 for atom, power in monomial
+            atom in zero_outside and power > 0 for atom, power in monomial
         ):
             return None
         number = x if x is not None else y
@@ -125,9 +125,9 @@ def _overlay(left: Poly, right: Poly, embedded: Container[Node]) -> Poly | None:
 
 def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], Poly]) -> Form:
     """W1 * W2 where one side is a row scalar, or the product of an exponential with one more factor."""
-    if right.is_row and right.source is None:
+    if right.is_row and right.x is None:
         return scaled(left, right.e)
-    if left.is_row and left.source is None:
+    if left.is_row and left.x is None:
         return scaled(right, left.e)
     only_known(left, right)
     base = join(left, right)

@@ -16,11 +16,12 @@ from typing import Any
 from torch.fx import Node
 
 from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.graph.facts import Shape
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows outside which a term is zero: disjoint intervals of one leading dimension of the source."""
+    """The rows outside which a term is zero: disjoint intervals of one leading dimension of the logits."""
 
     dim: int
     intervals: tuple[tuple[int, int], ...]
@@ -58,15 +59,15 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Form:
-    """A full-vocabulary value; `source` is the root moved by row maps, or None where no root is involved.
+    """A full-vocabulary value; `x` is the root, moved by row moves, or None where no root is involved.
 
     `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
     logits): they take part in sums and scalings only.
     """
 
-    shape: tuple[Any, ...]
+    shape: Shape
     vdim: int
-    source: Node | None = None
+    x: Node | None = None
     exps: tuple[Exp, ...] = ()
     e: Poly = ZERO
     f: Poly = ZERO

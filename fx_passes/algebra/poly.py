@@ -41,10 +41,6 @@ class Poly:
     def is_zero(self) -> bool:
         return not self.terms
 
-    @property
-    def is_one(self) -> bool:
-        return self.terms == {(): 1.0}
-
     def as_number(self) -> float | None:
         """The value if no row scalar is in it."""
         if self.is_zero:

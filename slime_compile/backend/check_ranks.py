@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.fx import Graph, Node
 
-from fx_passes.collectives import is_collective
+from fx_passes.graph.operators import is_collective
 
 TIMEOUT = timedelta(seconds=30)
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()

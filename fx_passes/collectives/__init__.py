@@ -1,0 +1,128 @@
+"""Fewer collectives: the row-level all-reduces of a vocabulary-parallel loss become one all-gather.
+
+Entry point: `merge`, over a graph whose softmaxes are fused already. What a rank adds to an all-reduce is a function of
+a few row values of its own (maximum, log-sum, mean, target logit) and of earlier results. So the ranks exchange those
+row values once, and every rank computes every rank's addends, and reduces them in rank order:
+
+    all_reduce(f(own, earlier results))   ->   reduce_r f(gathered[r], earlier results)
+
+NOTE [The same on all ranks]
+What is merged, and the order of what is gathered, follows from the forward graph alone, never from a rank's data, from
+whether it needs gradients, or from what it compiled before. A row value or a number in f is another one on another
+rank: row values are gathered, and a number that the user wrote in f is a reason not to merge.
+
+On a group of one rank an all-reduce is its operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from fx_passes.collectives.plan import AllReduce, Plan
+from fx_passes.collectives.replay import Replay
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import is_backward, ranks_of, same_shape, shape_of, value
+from fx_passes.graph.operators import is_collective
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+MAX_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Collectives of the graph, forward and backward, before and after; why some were not merged."""
+
+    before: int = 0
+    after: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def merge(
+    graph: Graph, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool], enabled: bool
+) -> Merged:
+    """Merges the all-reduces over each group; `is_wide` tells full-vocabulary values.
+
+    Args:
+        graph: a functional ATen graph, joint or inference, after `fuse`; changed in place.
+        fake_mode: of the graph's values.
+        is_wide: whether a node holds a full-vocabulary value, which is never gathered.
+        enabled: False only counts.
+    """
+    before = _count(graph)
+    notes: list[str] = []
+    if before and enabled:
+        for group in dict.fromkeys(each.group for each in _all_reduces(graph)):
+            if isinstance(group, str):
+                notes += _merge_group(graph, fake_mode, is_wide, group)
+    return Merged(before, _count(graph), tuple(dict.fromkeys(notes)))
+
+
+def _count(graph: Graph) -> int:
+    return sum(map(is_collective, graph.nodes))
+
+
+def _all_reduces(graph: Graph) -> list[AllReduce]:
+    """Those of forward, in order."""
+    waits = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    return [each for wait in waits if (each := AllReduce.of(wait)) and not is_backward(wait)]
+
+
+def _merge_group(
+    graph: Graph, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool], group: str
+) -> list[str]:
+    found = [each for each in _all_reduces(graph) if each.group == group]
+    ranks = ranks_of(group)
+    if ranks == 1:
+        _replace(graph, {each: each.operand for each in found})
+        return []
+    _drop_copies(each.wait for each in found)
+    plan = Plan({each.wait: each for each in found}, is_wide)
+    for node in graph.nodes:
+        plan.visit(node)
+    if len(plan.members) < 2:
+        return plan.notes
+    if plan.cost() * ranks > MAX_NODES:
+        return [
+            f"{len(plan.members)} all-reduces are left apart: {plan.cost()} operations for each of {ranks} ranks "
+            f"are more than {MAX_NODES}"
+        ]
+    emitter = Emitter(graph, fake_mode)
+    with graph.inserting_before(graph.output_node()):
+        _replace(graph, Replay(emitter, plan, group, ranks).results())
+    return plan.notes
+
+
+def _drop_copies(waits: Iterable[Node]) -> None:
+    """An in-place all-reduce is traced as a copy of the result into the operand."""
+    for wait in waits:
+        for user in _aliases(wait):
+            for copy in list(user.users):
+                into = copy.args[0]
+                if copy.target is aten.copy.default and copy.args[1] is user and _alike(into, wait):
+                    copy.replace_all_uses_with(wait)
+                    copy.graph.erase_node(copy)
+
+
+def _aliases(node: Node) -> list[Node]:
+    same = (aten.detach.default, aten.alias.default)
+    return [node, *(n for user in node.users if user.target in same for n in _aliases(user))]
+
+
+def _alike(left: object, right: Node) -> bool:
+    return same_shape(shape_of(left), shape_of(right)) and value(left).dtype == value(right).dtype
+
+
+def _replace(graph: Graph, results: dict[AllReduce, Node]) -> None:
+    for each, made in results.items():
+        each.wait.replace_all_uses_with(made)
+    for each in results:
+        (reduce,) = each.wait.all_input_nodes
+        graph.erase_node(each.wait)
+        graph.erase_node(reduce)

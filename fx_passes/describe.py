@@ -1,0 +1,95 @@
+"""What the report says of a walk: what was fused, what was refused and why, and the bytes that backward keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.graph.facts import byte_count, is_backward, is_float_tensor, shape_of, value
+from fx_passes.graph.operators import VIEWS
+from fx_passes.graph.user_lines import source_of
+from fx_passes.outcome import FuseConfig, Fused, Rejection
+from fx_passes.walk.verdict import Verdict, looks_wide, used_by_user
+from fx_passes.walk.walk import Walk
+
+aten = torch.ops.aten
+
+
+def describe(walk: Walk, live: set[Node]) -> Iterator[Fused]:
+    """What is fused of what is computed in the end."""
+    account = walk.account
+    for node, (label, _) in account.row_values.items():
+        if used_by_user(walk, node, live):
+            yield _fused(label, node, account.replacements[node])
+    for node in walk.context.statistics.operators:
+        if node in live:
+            yield _fused("statistics", node, node)
+    for node in account.gradients:
+        if node in live:
+            yield _fused("gradient" if is_backward(node) else "softmax", node, node)
+
+
+def _fused(kind: str, origin: Node, node: Node) -> Fused:
+    fake = value(node)
+    tensor = fake[0] if isinstance(fake, (tuple, list)) else fake
+    shape = tuple(size if isinstance(size, int) else str(size) for size in tensor.shape)
+    return Fused(kind, source_of(origin), shape, tensor.dtype)
+
+
+def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
+    """The first refusal at each node whose operands a softmax root is in, and the verdict on each refused root."""
+    roots = walk.account.softmax_roots
+    result: dict[Node, Rejection] = {}
+    for refusal in walk.account.refusals:
+        if refusal.roots & roots:
+            result.setdefault(refusal.node, _rejection(refusal.reason, refusal.node))
+    for root, reason in verdict.refused.items():
+        result.setdefault(root, _rejection(reason, root))
+    never = walk.context.never
+    for user in (u for n in never if roots and looks_wide(n, roots) for u in n.users):
+        if user not in never:
+            reason = (
+                "the function changes these logits in place, and backward would read them changed"
+            )
+            result.setdefault(user, _rejection(reason, user))
+    return result
+
+
+def too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
+    """The first softmax over a last dimension that is not taken for a vocabulary."""
+    for node in graph.find_nodes(op="call_function", target=aten.exp.default):
+        last = shape_of(node)[-1] if len(shape_of(node)) >= 2 else None
+        if is_float_tensor(node) and isinstance(last, int) and 1 < last < config.min_vocab:
+            reason = f"the last dimension {last} is smaller than min_vocab={config.min_vocab}"
+            return (_rejection(reason, node),)
+    return ()
+
+
+def _rejection(reason: str, node: Node) -> Rejection:
+    return Rejection(reason, str(node.target), source_of(node))
+
+
+def saved_bytes(graph: Graph, wide: set[Node]) -> int:
+    """Bytes of full-vocabulary values (the logits too) that forward makes or is given and backward reads."""
+    vocabularies = {str(shape_of(node)[-1]) for node in wide if shape_of(node)}
+    kept: dict[Node, int] = {}
+    for node in filter(is_backward, graph.nodes):
+        for memory in map(_viewed, node.all_input_nodes):
+            if is_backward(memory):
+                continue
+            if memory in wide or _is_large(memory, vocabularies):
+                kept[memory] = byte_count(memory)
+    return sum(kept.values())
+
+
+def _is_large(node: Node, vocabularies: set[str]) -> bool:
+    shape = shape_of(node) if is_float_tensor(node) else ()
+    return len(shape) >= 2 and str(shape[-1]) in vocabularies
+
+
+def _viewed(node: Node) -> Node:
+    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node

@@ -1,0 +1,113 @@
+"""Which values of a graph may share memory, and which inputs it changes.
+
+By storage and by the operators' own alias declarations; that a user wrote `clone()` proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx import Graph, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fx_passes.graph.facts import value
+
+aten = torch.ops.aten
+
+_VIEWS_UNDECLARED = {aten._unsafe_view.default, aten.lift_fresh.default}
+
+
+def changed_inputs(graph: Graph) -> set[Node]:
+    """The inputs that a joint or inference graph changes in place, and every value that may share their memory.
+
+    Whoever reads one of these later than forward finds what forward has written there.
+    """
+    aliases = Aliases(graph)
+    described = graph.output_node().meta.get("desc") or ()
+    updated = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    written = [n for each in graph.nodes for n in written_inputs(each)]
+    written += [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated]
+    return {alias for node in written for alias in aliases.of(node)}
+
+
+class Aliases:
+    """Which values of a graph may share storage: joined by view operators, and by the storage of their fake values."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
+        by_storage: dict[StorageWeakRef, Node] = {}
+        for node in graph.nodes:
+            for base in viewed_inputs(node):
+                self._join(base, node)
+            for storage in _storages(node):
+                self._join(by_storage.setdefault(storage, node), node)
+        self._members: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            self._members.setdefault(self._memory(node), []).append(node)
+
+    def of(self, node: Node) -> list[Node]:
+        """All that may share memory with `node`, itself included, in the order of the graph."""
+        return self._members[self._memory(node)]
+
+    def share(self, left: Node, right: Node) -> bool:
+        return self._memory(left) is self._memory(right)
+
+    def only_views(self, user: Node, node: Node) -> bool:
+        """`user` makes nothing but another alias of `node`, whose own readers are looked at by themselves."""
+        return self.share(user, node) and bool(viewed_inputs(user))
+
+    def _memory(self, node: Node) -> Node:
+        """One node for all that may share memory."""
+        while self._parent[node] is not node:
+            self._parent[node] = node = self._parent[self._parent[node]]
+        return node
+
+    def _join(self, left: Node, right: Node) -> None:
+        self._parent[self._memory(right)] = self._memory(left)
+
+
+def _storages(node: Node) -> Iterator[StorageWeakRef]:
+    found = value(node)
+    for each in found if isinstance(found, list | tuple) else (found,):
+        if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+            yield StorageWeakRef(each.untyped_storage())
+
+
+def viewed_inputs(node: Node) -> list[Node]:
+    """The inputs that the value of `node` may be a view of."""
+    if node.op != "call_function":
+        return []
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return list(node.all_input_nodes)  # getitem, higher-order operators: taken for views
+    if target in _VIEWS_UNDECLARED or _converts_nothing(node):
+        return list(node.all_input_nodes)
+    if not any(r.alias_info is not None for r in target._schema.returns):
+        return []
+    declared = [a.alias_info is not None for a in target._schema.arguments]
+    given = [a for a, viewed in zip(node.args, declared, strict=False) if viewed]
+    return [
+        n
+        for a in given
+        for n in (a if isinstance(a, list | tuple) else (a,))
+        if isinstance(n, Node)
+    ]
+
+
+def written_inputs(node: Node) -> list[Node]:
+    """The inputs that `node` mutates."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = zip(node.target._schema.arguments, node.args, strict=False)
+    written = [a for s, a in arguments if s.alias_info is not None and s.alias_info.is_write]
+    return [a for a in written if isinstance(a, Node)]
+
+
+def _converts_nothing(node: Node) -> bool:
+    """A conversion to the dtype that is there already may hand its input on."""
+    if node.target is not torch.ops.prims.convert_element_type.default:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.meta["val"].dtype == node.args[1]

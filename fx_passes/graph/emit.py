@@ -1,0 +1,196 @@
+"""New nodes of the graph: emitted once each, with fake values, and thrown away again if the rewrite is refused.
+
+`Emitter.call` is the only place where the passes make a node. Nodes of equal meaning are shared, so that row scalars
+that the user's program computes twice cancel in the polynomials (`algebra/poly.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
+
+from fx_passes.graph.facts import SizeArg, hint, is_backward, same_shape, shape_of, value
+from fx_passes.graph.operators import RESHAPES, Target, is_pure
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+
+
+class Emitter:
+    """Emits nodes into `graph`, and shares equal ones.
+
+    Attributes:
+        origin: the user's node that is being looked at; new nodes get its place in the user's code.
+        created: new nodes, in order.
+        represents: the node that stands for an equal one of the user's.
+        packed: copies that a reshape needed, by the copy: what was copied.
+        known_sizes: symbolic sizes by their expression: the node that computes it.
+    """
+
+    def __init__(self, graph: Graph, fake_mode: FakeTensorMode) -> None:
+        self.graph = graph
+        self.fake_mode = fake_mode
+        self.origin: Node | None = None
+        self.created: dict[Node, None] = {}
+        self.represents: dict[Node, Node] = {}
+        self.packed: dict[Node, Node] = {}
+        self.known_sizes: dict[Any, Node] = {}
+        self._shared: dict[Hashable, Node] = {}
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def adopt(self, node: Node) -> Node:
+        """The first node of the user's graph that computes the same as `node`."""
+        fake = value(node)
+        if isinstance(fake, torch.SymInt):
+            self.known_sizes.setdefault(fake.node.expr, node)
+        if node.op != "call_function" or not isinstance(fake, torch.Tensor) or not is_pure(node):
+            return node
+        first = self._shared.setdefault(self._key(node.target, node.args, node.kwargs), node)
+        self.represents[node] = first
+        return first
+
+    def call(self, target: Target, *args: Any, **kwargs: Any) -> Node:
+        key = self._key(target, args, kwargs)
+        if key in self._shared:
+            return self._shared[key]
+        with self.fake_mode:
+            fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
+            result = target(*fake_args, **fake_kwargs)
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = result
+        node.meta["slime_fused"] = True
+        self._copy_provenance(node)
+        self.created[node] = None
+        self._shared[key] = node
+        return node
+
+    def discard(self) -> None:
+        """Erase every node made so far; the graph is the user's again."""
+        for node in reversed(self.created):
+            self.graph.erase_node(node)
+        self.created.clear()
+
+    def made(self, node: Node) -> bool:
+        return node in self.created
+
+    def _key(self, target: Target, args: Any, kwargs: Any) -> Hashable:
+        def freeze(arg: Any) -> Hashable:
+            if isinstance(arg, Node):
+                return ("node", self.represents.get(arg, arg))
+            if isinstance(arg, (list, tuple)):
+                return ("list", *(freeze(item) for item in arg))
+            if isinstance(arg, dict):
+                return ("dict", *((key, freeze(arg[key])) for key in sorted(arg)))
+            return (type(arg).__name__, repr(arg))
+
+        return (target, freeze(args), freeze(kwargs))
+
+    def _copy_provenance(self, node: Node) -> None:
+        if any(is_backward(arg) for arg in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
+        if self.origin is not None:
+            for key in _PROVENANCE:
+                if key in self.origin.meta:
+                    node.meta[key] = self.origin.meta[key]
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def size(self, node: Node, dim: int) -> SizeArg:
+        """`node.shape[dim]` as a number, or as the node that computes it."""
+        size = shape_of(node)[dim]
+        if isinstance(size, int):
+            return size
+        computed = self.size_of(size.node.expr)
+        return self.call(aten.sym_size.int, node, dim) if computed is None else computed
+
+    def size_of(self, expr: Any) -> SizeArg | None:
+        """A symbolic size from the sizes that the graph has; None where they do not give it."""
+        if expr.is_number:
+            return int(expr)
+        if expr in self.known_sizes:
+            return self.known_sizes[expr]
+        operation = _SIZE_ARITHMETIC.get(expr.func)
+        parts = [self.size_of(arg) for arg in expr.args]
+        if operation is None or any(part is None for part in parts):
+            return None
+        return functools.reduce(lambda left, right: self.call(operation, left, right), parts)
+
+    def sizes(self, node: Node) -> list[SizeArg]:
+        return [self.size(node, dim) for dim in range(len(shape_of(node)))]
+
+    # -- views, casts, constants -----------------------------------------------------------------
+
+    def reshape(self, node: Node, sizes: Sequence[SizeArg]) -> Node:
+        """`node` with another shape; reshapes of reshapes collapse, and one that changes nothing is none."""
+        while node.op == "call_function" and (node.target in RESHAPES or node in self.packed):
+            inner = node.args[0]
+            node = self.packed.get(node) or self.represents.get(inner, inner)  # type: ignore[arg-type, assignment]
+        if same_shape(shape_of(node), sizes):
+            return node
+        if not _viewable(value(node), sizes):
+            packed = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+            self.packed[packed] = node
+            node = packed
+        return self.call(aten.view.default, node, list(sizes))
+
+    def expand(self, node: Node, sizes: Sequence[SizeArg]) -> Node:
+        if same_shape(shape_of(node), sizes):
+            return node
+        return self.call(aten.expand.default, node, list(sizes))
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if value(node).dtype == dtype:
+            return node
+        return self.call(prims.convert_element_type.default, node, dtype)
+
+    def align(self, node: Node, rank: int) -> Node:
+        """`node` with leading dimensions of size 1 so that it has `rank` dimensions."""
+        missing = rank - len(shape_of(node))
+        if missing <= 0:
+            return node
+        return self.reshape(node, [1] * missing + self.sizes(node))
+
+    def full(self, sizes: Sequence[SizeArg], number: float, dtype: torch.dtype, like: Node) -> Node:
+        """A constant on `like`'s device."""
+        return self.call(
+            aten.full.default,
+            list(sizes),
+            number,
+            dtype=dtype,
+            layout=torch.strided,
+            device=value(like).device,
+            pin_memory=False,
+        )
+
+    def where(self, condition: Node, chosen: Node, other: Node) -> Node:
+        return self.call(aten.where.self, condition, chosen, other)
+
+
+def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:
+    """Whether the kernel of `view` can show the tensor in these sizes, which its fake version may believe wrongly.
+
+    Symbolic sizes by the numbers that the graph was traced with, as every layout in a compiled graph.
+    """
+    traced = torch.empty_strided(
+        [hint(size) for size in fake.shape],
+        [hint(stride) for stride in fake.stride()],
+        dtype=fake.dtype,
+        device="meta",
+    )
+    try:
+        traced.view([hint(value(size)) for size in sizes])
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,81 @@
+"""Facts about a node of an ATen graph: its fake value, shape and dtype, and whether it belongs to backward.
+
+Sizes are `int` or `torch.SymInt`. Questions about sizes never add a guard, except `guarded_same`, which says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed._functional_collectives  # registers the functional collectives
+from torch.distributed.distributed_c10d import _get_group_size_by_name
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+Size: TypeAlias = int | torch.SymInt
+Shape: TypeAlias = tuple[Size, ...]
+SizeArg: TypeAlias = int | Node
+"""A size as an argument of a node: a number, or the node that computes it."""
+
+
+def value(node: object) -> Any:
+    """The fake tensor (or symbolic number) of a node; other things are their own value."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def shape_of(node: object) -> Shape:
+    return tuple(value(node).shape)
+
+
+def rank_of(node: object) -> int:
+    """Dimensions of a tensor's node; 0 for numbers."""
+    return int(getattr(value(node), "ndim", 0))
+
+
+def same(left: object, right: object) -> bool:
+    """Equal sizes for certain; never adds a guard."""
+    return statically_known_true(value(left) == value(right))
+
+
+def same_shape(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(same(x, y) for x, y in zip(left, right, strict=True))
+
+
+def guarded_same(left: object, right: object) -> bool:
+    """Equal sizes; where they are for the sizes at hand, a guard makes it certain.
+
+    For an index with as many rows as the logits: torch would allow fewer, so nothing else says that they are equal.
+    """
+    return bool(guard_or_false(value(left) == value(right)))
+
+
+def hint(size: Size) -> int:
+    """A size as a number: of a symbolic one the size that the graph was traced with, 0 where torch has none."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0
+    return int(size)
+
+
+def is_float_tensor(node: object) -> bool:
+    found = value(node)
+    return isinstance(found, torch.Tensor) and found.dtype.is_floating_point
+
+
+def byte_count(node: Node) -> int:
+    """Bytes of a tensor, symbolic sizes by their hints."""
+    tensor = value(node)
+    total = int(tensor.element_size())
+    for size in tensor.shape:
+        total *= hint(size)
+    return total
+
+
+def ranks_of(group: object) -> int:
+    """Ranks of a process group, by its name in the graph."""
+    return int(_get_group_size_by_name(group))  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Families of operators, each named once: what they do to a value, whatever it is.
+
+Which of them a form survives, and how, is not said here but in `rules/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims  # registers prims.fma, which the rules name
+import torch.distributed._functional_collectives  # registers the functional collectives
+from torch.fx import Node
+
+from fx_passes.graph.facts import ranks_of, same_shape, shape_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+c10d = torch.ops._c10d_functional
+
+Target = Any  # an OpOverload or a Python function: what a node calls
+
+MATMULS: set[Target] = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+}
+RESHAPES: set[Target] = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+}
+SAME_VALUE: set[Target] = {aten.clone.default, aten.alias.default, aten.detach.default}
+CASTS: set[Target] = {prims.convert_element_type.default, aten._to_copy.default}
+SPLITS: set[Target] = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+TURNS: set[Target] = {aten.permute.default, aten.transpose.int, aten.t.default}
+VIEWS: set[Target] = (
+    RESHAPES
+    | SPLITS
+    | TURNS
+    | {aten.alias.default, aten.detach.default}
+    | {aten.expand.default, aten.slice.Tensor, aten.select.int}
+)
+"""Show a tensor's memory, or a part of it, in another shape or order."""
+
+WHOLE_VIEWS: set[Target] = (
+    RESHAPES - {aten.squeeze.default, aten.reshape.default}
+    | TURNS
+    | {aten.alias.default, aten.detach.default}
+)
+"""Show all of a tensor's memory, once."""
+
+ALL_REDUCE: set[Target] = {c10d.all_reduce.default, c10d.wait_tensor.default}
+
+
+def is_collective(node: Node) -> bool:
+    """A functional collective; not the wait for its result."""
+    functional = getattr(node.target, "namespace", "") == "_c10d_functional"
+    return functional and node.target is not c10d.wait_tensor.default
+
+
+def is_pure(node: Node) -> bool:
+    """The same arguments give the same value, and nothing else happens."""
+    target = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:  # type: ignore[union-attr]
+        return False
+    plain = not node.is_impure() and target.namespace in ("aten", "prims")  # type: ignore[union-attr]
+    return plain or target in ALL_REDUCE
+
+
+def same_value(node: Node) -> Node | None:
+    """The node whose value `node` has, whatever that is: under an alias, a copy, or an all-reduce over one rank."""
+    if node.target in SAME_VALUE:
+        return node.all_input_nodes[0]
+    if node.target is aten.copy.default:
+        into, written = node.args[:2]
+        same = isinstance(written, Node) and same_shape(shape_of(into), shape_of(written))
+        return written if same else None  # type: ignore[return-value]
+    if node.target is c10d.wait_tensor.default:
+        reduce = node.all_input_nodes[0]
+        if reduce.target is c10d.all_reduce.default and ranks_of(reduce.args[2]) == 1:
+            return reduce.all_input_nodes[0]
+    return None

@@ -1,0 +1,78 @@
+"""What comes before what: ancestors, descendants, what is computed at all, and nodes in an order that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Graph, Node
+
+from fx_passes.graph.facts import is_backward
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """All that `nodes` are computed from; themselves only where they depend on each other."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def descendants(start: Node, stop: Node) -> set[Node]:
+    """`start` and what is computed from it other than through `stop`."""
+    found = {start}
+    waiting = [start]
+    while waiting:
+        new = set(waiting.pop().users) - found - {stop}
+        found |= new
+        waiting += new
+    return found
+
+
+def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = False) -> set[Node]:
+    """What runs once `replacements` are in place; `forward`: for what forward returns only."""
+    output = graph.output_node()
+    returned = [n for n in output.all_input_nodes if not (forward and is_backward(n))]
+    effects = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and n.is_impure() and not (forward and is_backward(n))
+    ]
+    stack = [replacements.get(node, node) for node in returned] + effects
+    found = {output, *stack}
+    while stack:
+        for arg in stack.pop().all_input_nodes:
+            arg = replacements.get(arg, arg)
+            if arg not in found:
+                found.add(arg)
+                stack.append(arg)
+    return found
+
+
+def tidy(graph: Graph) -> None:
+    """Nodes after their inputs, and none that nobody needs."""
+    sort(graph)
+    graph.eliminate_dead_code()
+
+
+def sort(graph: Graph) -> None:
+    """Puts every node after its inputs and otherwise keeps the order."""
+    placed: set[Node] = set()
+    last = None
+    for node in list(graph.nodes):
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            waiting = [arg for arg in top.all_input_nodes if arg not in placed]
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            if top in placed:
+                continue
+            if last is not None and last.next is not top:
+                last.append(top)
+            placed.add(top)
+            last = top

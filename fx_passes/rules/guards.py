@@ -1,0 +1,191 @@
+"""Masks over the vocabulary: comparisons that guard a limit, and what they choose between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused, add, scaled
+from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
+from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.graph.facts import rank_of, same, shape_of, value
+from fx_passes.graph.operators import SAME_VALUE
+from fx_passes.rules.indices import is_iota
+from fx_passes.rules.operands import form_beside, pair
+from fx_passes.walk.columns import column
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+Seen = tuple[Guard, bool]
+"""A guard, and whether the comparison is its negation."""
+
+
+# -- comparisons --------------------------------------------------------------------------------------
+
+
+def compare(guards: Callable[[Form, float], Seen | None]) -> Callable[..., Result]:
+    def rule(c: Context, node: Node, operand: Operand, other: Operand) -> Result:
+        number = as_number(other)
+        if isinstance(other, Node):
+            poly = c.rows.operand(other, 0)
+            number = poly.as_number() if poly is not None else None
+        if isinstance(operand, Form) and number is not None:
+            known = guards(operand, number)
+            if known is not None:
+                return Mask(known[0], operand, known[1])
+        raise Refused("a comparison over the vocabulary that is not a known guard")
+
+    return rule
+
+
+def is_zero(form: Form, number: float) -> Seen | None:
+    if form.is_exp and number == 0:
+        return Guard.NULL, False
+    return (Guard.MINUS_INF, False) if form.is_affine and number == -math.inf else None
+
+
+def is_not_zero(form: Form, number: float) -> Seen | None:
+    seen = is_zero(form, number)
+    return None if seen is None else (seen[0], not seen[1])
+
+
+def at_least(form: Form, number: float) -> Seen | None:
+    """`x >= finfo.min` fails only for -inf (and NaN)."""
+    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(form) else None
+
+
+def above(form: Form, number: float) -> Seen | None:
+    return (Guard.NULL, True) if form.is_exp and number == 0 else at_least(form, number)
+
+
+def _lowest(form: Form) -> float:
+    """The smallest finite logit; bfloat16's stands for float32's."""
+    if form.x is None:
+        return -math.inf
+    return max(torch.finfo(value(form.x).dtype).min, torch.finfo(torch.bfloat16).min)
+
+
+def isnan(c: Context, node: Node, operand: Operand) -> Result:
+    return Mask(Guard.NAN, as_form(operand))
+
+
+def invert(c: Context, node: Node, operand: Operand) -> Result:
+    if not isinstance(operand, Mask):
+        raise Refused("a logical operator on a full-vocabulary value")
+    return operand.invert()
+
+
+def equals(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    """eq of a column number 0..V-1 with one index per row: the row's column."""
+    if isinstance(left, (Form, Mask)) or isinstance(right, (Form, Mask)):
+        return _at_peak(c, node) or compare(is_zero)(c, node, left, right)
+    shape = shape_of(node)
+    if not (len(shape) >= 2 and c.is_vocabulary(shape[-1])):
+        return None
+    for columns, index in ((left, right), (right, left)):
+        iota = isinstance(columns, Node) and is_iota(columns)
+        if not iota or not same(shape_of(columns)[-1], shape[-1]):
+            continue
+        if isinstance(index, Node) and rank_of(index):
+            index = c.emitter.align(index, len(shape))
+            if same(shape_of(index)[-1], 1):
+                return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
+    return None
+
+
+def _at_peak(c: Context, node: Node) -> Instead | None:
+    """eq of a value with its own maximum, a derivative of amax.
+
+    Where it stays, it compares with a maximum of its own: the statistics' may be rounded otherwise.
+    """
+    for wide, peak in (node.args[:2], node.args[1::-1]):
+        while isinstance(peak, Node) and peak.target in SAME_VALUE:
+            peak = peak.args[0]
+        if not isinstance(peak, Node) or peak.target is not aten.amax.default:
+            continue
+        form = c.read(wide)
+        if isinstance(form, Form) and form.is_affine and form == c.read(peak.args[0]):
+            maximum = c.emitter.call(aten.amax.default, wide, *peak.args[1:])
+            mask = c.emitter.call(aten.eq.Tensor, wide, maximum)
+            return Instead(mask, Mask(Guard.PEAK, form), keeps=(wide,))  # type: ignore[arg-type]
+    return None
+
+
+# -- choices ------------------------------------------------------------------------------------------
+
+
+def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Operand) -> Result:
+    if isinstance(condition, Form):
+        raise Refused("a full-vocabulary value is used as a condition")
+    if isinstance(condition, Mask):
+        if condition.negated:
+            condition, chosen, other = condition.invert(), other, chosen
+        return _where_guard(c, condition, chosen, other)
+    return _where_rows(c, node, condition, chosen, other)
+
+
+def _where_guard(c: Context, mask: Mask, inside: Operand, outside: Operand) -> Result:
+    """The value at the guarded elements is what the form has there anyway, or the mask is the row's column."""
+    like = mask.form
+    if isinstance(inside, Form) or isinstance(outside, Form):
+        wide = inside if isinstance(inside, Form) and inside.x is not None else outside
+        like = wide if isinstance(wide, Form) else mask.form
+    left, right = form_beside(c, inside, like), form_beside(c, outside, like)
+    if mask.guard is Guard.COLUMN:
+        return _at_column(c, mask, left, right)
+    constant = left.e.as_number() if left.is_row else None
+    if mask.guard is Guard.NAN and constant is not None and math.isnan(constant):
+        return right
+    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:
+        return right
+    raise Refused(f"where {mask.guard.value}, another value than the limit is put")
+
+
+def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
+    """outside + [v == index] * (inside - outside)."""
+    assert mask.index is not None
+    index = (mask.index,)
+    weight = column(c, inside, index) - column(c, outside, index)
+    hot = outside.with_(exps=(), e=ZERO, f=ZERO, hots=(OneHot(index, weight),))
+    return add(outside, hot, c.rows.zero_outside)
+
+
+def _where_rows(
+    c: Context, node: Node, condition: Operand, chosen: Operand, other: Operand
+) -> Result:
+    """A row mask chooses between two values: each coefficient times the mask or its complement."""
+    left, right = pair(c, node, chosen, other)
+    like = left if left.x is not None else right
+    if not isinstance(condition, Node):
+        raise Refused("a condition that is not a row mask")
+    c.operand(condition, like)
+    rows = c.emitter.align(condition, len(like.shape)) if rank_of(condition) else condition
+    flags = rows, c.emitter.call(aten.logical_not.default, rows)
+    dtype = compute_dtype(like.x)
+    yes, no = (Poly.atom(c.rows.place(c.emitter.cast(flag, dtype))) for flag in flags)
+    return add(_masked(left, yes), _masked(right, no), c.rows.zero_outside)
+
+
+def _masked(form: Form, rows: Poly) -> Form:
+    constant = form.e.as_number() if form.is_row else None
+    if constant is not None and not math.isfinite(constant):
+        raise Refused("rows are filled with an infinite value")
+    return scaled(form, rows)
+
+
+def clamp_min(
+    c: Context, node: Node, operand: Operand, low: Operand = None, high: Operand = None
+) -> Result:
+    """clamp(min=finfo.min): nothing but -inf is below in the dtype of the logits."""
+    number = as_number(low)
+    if not isinstance(operand, Form) or high is not None or number is None:
+        raise Refused("a clamp over the vocabulary from above, or to a value per row")
+    if at_least(operand, number):
+        return operand
+    raise Refused("a clamp over the vocabulary changes values")

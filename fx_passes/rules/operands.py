@@ -1,0 +1,62 @@
+"""Operands as forms of one shape: what a rule on two values begins with."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
+from fx_passes.algebra.poly import ONE, ZERO
+from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import Operand
+
+
+def form_beside(c: Context, operand: Operand, like: Form) -> Form:
+    """An operand beside `like`: a form, or a row scalar spread over the vocabulary."""
+    if isinstance(operand, Mask):
+        return mask_form(operand)
+    if isinstance(operand, Form):
+        if len(operand.shape) != len(like.shape):
+            raise Refused("an operand varies over the vocabulary and is not made from the logits")
+        return operand
+    return Form(like.shape, like.vdim, e=c.operand(operand, like))
+
+
+def mask_form(mask: Mask) -> Form:
+    """A column mask counts as one at its column."""
+    if mask.guard is not Guard.COLUMN or mask.negated or mask.index is None:
+        raise Refused(f"a mask is used as a number: {mask.guard.value}")
+    return mask.form.with_(x=None, exps=(), e=ZERO, f=ZERO, hots=(OneHot((mask.index,), ONE),))
+
+
+def pair(c: Context, node: Node, left: Operand, right: Operand) -> tuple[Form, Form]:
+    """Both operands as forms of the result's shape."""
+    like = left if isinstance(left, (Form, Mask)) else right
+    like = like.form if isinstance(like, Mask) else like
+    if isinstance(left, Form) and isinstance(right, Form) and left.x is None:
+        like = right
+    assert isinstance(like, Form), (left, right)
+    one, two = form_beside(c, left, like), form_beside(c, right, like)
+    shape = shape_of(node)
+    if len(shape) != len(like.shape) or not same(shape[like.vdim], like.shape[like.vdim]):
+        raise Refused("the logits are broadcast against a larger value")
+    for form in (one, two):
+        if form.x is not None and not all(map(same, form.shape, shape)):
+            raise Refused("the logits are broadcast against a larger value")
+    one, two = _settled(one, like), _settled(two, like)
+    return one.with_(shape=shape), two.with_(shape=shape)
+
+
+def _settled(form: Form, like: Form) -> Form:
+    """Constants have no vocabulary dimension of their own."""
+    return form.with_(vdim=like.vdim) if is_constant(form) else form
+
+
+def is_constant(form: Form) -> bool:
+    """The same number in all rows and columns."""
+    return form.is_row and all(same(size, 1) for atom in form.e.atoms() for size in _shape(atom))
+
+
+def _shape(atom: Node) -> tuple[object, ...]:
+    return tuple(getattr(value(atom), "shape", ()))

@@ -1,0 +1,256 @@
+"""Arithmetic, exp and log of full-vocabulary values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused, add, product, scaled
+from fx_passes.algebra.forms import Exp, Form, Mask
+from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
+from fx_passes.rules.operands import form_beside, mask_form, pair
+from fx_passes.walk.columns import column
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+def same_value(c: Context, node: Node, operand: Form | Mask, *_: object, **__: object) -> Result:
+    return operand
+
+
+def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> Result:
+    if isinstance(operand, Mask):
+        return mask_form(operand)
+    if not is_float_tensor(node):
+        raise Refused("a full-vocabulary value is cast to integers")
+    return as_form(operand)
+
+
+def neg(c: Context, node: Node, operand: Operand) -> Result:
+    return scaled(as_form(operand), Poly.number(-1.0))
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def plus(sign: float) -> Callable[..., Result]:
+    def rule(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand = 1) -> Result:
+        factor = as_number(alpha)
+        if isinstance(left, Mask) or isinstance(right, Mask) or factor is None:
+            raise Refused("a full-vocabulary mask is used in arithmetic")
+        one, two = pair(c, node, *_with_unknown(left, right))
+        one, two = _same_shifts(c, one, two)
+        return add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)
+
+    return rule
+
+
+def rsub(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand = 1) -> Result:
+    result: Result = plus(-1.0)(c, node, right, left, alpha)
+    return result
+
+
+def _with_unknown(left: Operand, right: Operand) -> tuple[Operand, Operand]:
+    """A gradient that meets a value of no known form (the gradient of another use of the logits) carries it along."""
+    for gradient, other in ((left, right), (right, left)):
+        if not isinstance(gradient, Form) or gradient.is_affine or gradient.x is None:
+            continue
+        if isinstance(other, Form) and other.is_identity and other.x is not gradient.x:
+            other = other.x
+        full = isinstance(other, Node) and is_float_tensor(other)
+        if full and same_shape(gradient.shape, shape_of(other)):
+            known = Form(gradient.shape, gradient.vdim, others=((other, ONE),))  # type: ignore[arg-type]
+            return (left, known) if gradient is left else (known, right)
+    return left, right
+
+
+def _same_shifts(c: Context, one: Form, two: Form) -> tuple[Form, Form]:
+    """exp(y - max) as exp(y - max - log_sum) exp(log_sum) where the other side has that: one exponential for both.
+
+    The factor is at most V. A loss that sums its exponentials once by itself and once in a buffer with other sums (as
+    Megatron's does) comes to both.
+    """
+    if one.x is not two.x or one.x is None:
+        return one, two
+
+    def grown(form: Form, towards: Form) -> Form:
+        return form.with_(exps=tuple(_towards(c, form, term, towards) for term in form.exps))
+
+    return grown(one, two), grown(two, one)
+
+
+def _towards(c: Context, form: Form, term: Exp, towards: Form) -> Exp:
+    for other in towards.exps:
+        if other.scale != term.scale or other.shift == term.shift:
+            continue
+        log_sum = c.stats(form, term.scale).log_sum
+        if other.shift - term.shift == log_sum:
+            assert form.x is not None
+            factor = Poly.atom(c.mass(log_sum, form.x))
+            return Exp(term.scale, other.shift, term.a * factor, term.b * factor, term.extent)
+    return term
+
+
+# -- products and quotients -------------------------------------------------------------------------
+
+
+def times(c: Context, left: Form, right: Form) -> Form:
+    """W1 * W2, softmaxes in one spelling."""
+    return normal(c, product(left, right, lambda form, index: column(c, form, index)))
+
+
+def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    for mask, other in ((left, right), (right, left)):
+        if not isinstance(mask, Mask) or isinstance(other, (Form, Mask)):
+            continue
+        if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
+            return mask.form.with_(exps=(), e=ZERO, f=ZERO, hots=())
+    return times(c, *pair(c, node, left, right))
+
+
+def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) -> Result:
+    result = times(c, *pair(c, node, left, right))
+    return add(result, form_beside(c, addend, result), c.rows.zero_outside)
+
+
+def div(
+    c: Context, node: Node, left: Operand, divisor: Operand, rounding_mode: Operand = None
+) -> Result:
+    if rounding_mode is not None or not isinstance(left, Form):
+        raise Refused("a division that rounds, or by a full-vocabulary value")
+    if isinstance(divisor, Form):
+        form, divided = pair(c, node, left, divisor)
+        return times(c, form, _reciprocal(c, divided))
+    return normal(c, scaled(left, _inverse(c, c.operand(divisor, left), left)))
+
+
+def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result:
+    form = as_form(operand)
+    if exponent == 1:
+        return form
+    if exponent == 2:
+        return product(form, form, lambda each, index: column(c, each, index))
+    raise Refused(f"a power of {exponent} of a full-vocabulary value")
+
+
+def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
+    inverse = poly.inverse()
+    if inverse is None:
+        like = form.x or next(iter(poly.atoms()))
+        inverse = Poly.atom(c.rows.emit_node(poly, compute_dtype(form.x), like)).inverse()
+    assert inverse is not None
+    return inverse
+
+
+def _reciprocal(c: Context, form: Form) -> Form:
+    """1 / W where W is a row scalar or one pure exponential: exp(-(y - c)) / a."""
+    if form.is_row:
+        return form.with_(e=_inverse(c, form.e, form))
+    if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
+        raise Refused("a division by a full-vocabulary value")
+    (term,) = form.exps
+    return form.with_(exps=(Exp(-term.scale, -term.shift, _inverse(c, term.a, form)),))
+
+
+# -- exp and log --------------------------------------------------------------------------------------
+
+
+def exp(c: Context, node: Node, operand: Operand) -> Result:
+    form = as_form(operand)
+    if form.is_row:
+        return form.with_(e=_exp_of_row(c, form))
+    if not form.is_affine:
+        raise Refused("exp of a value that is not linear in the logits")
+    return form.with_(exps=(_exponential(c, form, ONE),), e=ZERO, f=ZERO)
+
+
+def _exp_of_row(c: Context, form: Form) -> Poly:
+    like = form.x or next(iter(form.e.atoms()), None)
+    if like is None:
+        return Poly.number(math.exp(form.e.as_number() or 0.0))
+    exponent = c.rows.emit_node(form.e, compute_dtype(form.x), like)
+    return Poly.atom(c.emitter.call(aten.exp.default, exponent))
+
+
+def _exponential(c: Context, form: Form, a: Poly) -> Exp:
+    """exp(f x + e), with factors `exp(-log s)` as `1 / s`, so that equal softmaxes are equal terms however spelled."""
+    shift = -form.e
+    for monomial, number in form.e.terms.items():
+        whole = float(number).is_integer() and abs(number) <= 4
+        if whole and len(monomial) == 1 and monomial[0][1] == 1:
+            inner = c.rows.log_argument(monomial[0][0])
+            if inner is not None:
+                shift += Poly({monomial: number})
+                a = a * Poly({((inner, int(number)),): 1.0})
+    return Exp(form.f, shift, a)
+
+
+def normal(c: Context, form: Form) -> Form:
+    """Softmaxes in one spelling: a factor that is a sum of exponentials of the same logits goes into the shift.
+
+    `exp(y - max) / sum` becomes `exp(y - max - log_sum)`, so that it is the same term as `exp(log_softmax)`.
+    """
+    return form.with_(exps=tuple(_normal_term(c, term) for term in form.exps))
+
+
+def _normal_term(c: Context, term: Exp) -> Exp:
+    shift, undo = term.shift, ONE
+    for atom, power in _common_factors(term):
+        exponent = c.rows.mass_exponent(atom)
+        if exponent is not None:
+            shift -= exponent * Poly.number(power)
+            undo = undo * Poly({((atom, -power),): 1.0})
+    if undo is ONE:
+        return term
+    return Exp(term.scale, shift, term.a * undo, term.b * undo, term.extent)
+
+
+def _common_factors(term: Exp) -> list[tuple[Node, int]]:
+    """Atoms that every monomial of a and b has, with the same power."""
+    monomials = [dict(monomial) for monomial in (*term.a.terms, *term.b.terms)]
+    first = monomials[0] if monomials else {}
+    return [
+        (atom, power)
+        for atom, power in first.items()
+        if all(each.get(atom) == power for each in monomials)
+    ]
+
+
+def log(c: Context, node: Node, operand: Operand) -> Result:
+    if isinstance(operand, Node):
+        return _log_of_mass(c, node, operand)
+    form = as_form(operand)
+    if form.is_row and form.x is None and not form.e.is_zero:
+        return form.with_(e=_log_of_row(c, form, form.e))
+    if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
+        raise Refused("log of a value that is not one softmax")
+    (term,) = form.exps
+    return form.with_(exps=(), f=term.scale, e=_log_of_row(c, form, term.a) - term.shift)
+
+
+def _log_of_mass(c: Context, node: Node, mass: Node) -> Result:
+    """log of a row's sum of exponentials is its exponent: not rounded by an exp and a log."""
+    mass = c.emitter.represents.get(mass, mass)
+    exponent = c.rows.mass_exponent(mass) if is_float_tensor(mass) else None
+    if exponent is None:
+        return None
+    emitted = c.rows.emit_node(exponent, value(node).dtype, mass)
+    if not same_shape(shape_of(emitted), shape_of(node)):
+        return None
+    return Instead(c.emitter.cast(emitted, value(node).dtype))
+
+
+def _log_of_row(c: Context, form: Form, poly: Poly) -> Poly:
+    number = poly.as_number()
+    if number is not None:
+        return Poly.number(math.log(number)) if number > 0 else Poly.number(math.nan)
+    like = form.x or next(iter(poly.atoms()))
+    emitted = c.rows.emit_node(poly, compute_dtype(form.x), like)
+    return c.rows.meaning(c.emitter.call(aten.log.default, emitted))

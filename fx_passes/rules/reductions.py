@@ -1,0 +1,236 @@
+"""Reductions over the vocabulary: row statistics, and arithmetic on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused, only_known, scaled
+from fx_passes.algebra.forms import Exp, Form, OneHot
+from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.graph.facts import SizeArg, same, shape_of
+from fx_passes.rules.pointwise import normal, times
+from fx_passes.rules.row_moves import permute_dims
+from fx_passes.walk.columns import index_node
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import (
+    EXPECTED,
+    NORMALISER,
+    Instead,
+    Operand,
+    Result,
+    RowValue,
+    as_form,
+)
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def sum_(
+    c: Context,
+    node: Node,
+    operand: Operand,
+    dims: Operand = None,
+    keepdim: bool = False,
+    dtype: Operand = None,
+) -> Result:
+    form = as_form(operand)
+    over = _reduced_dims(form, dims)
+    if form.vdim not in over:
+        raise Refused("rows of full-vocabulary values are summed")
+    if form.x is None and form.is_row and not form.e.atoms():
+        return None
+    poly, label = row_sum(c, form)
+    return _then_rows(c, node, form, poly, label, over, keepdim)
+
+
+def mean(
+    c: Context,
+    node: Node,
+    operand: Operand,
+    dims: Operand = None,
+    keepdim: bool = False,
+    dtype: Operand = None,
+) -> Result:
+    form = as_form(operand)
+    over = _reduced_dims(form, dims)
+    if form.vdim not in over:
+        raise Refused("rows of full-vocabulary values are averaged")
+    if form.x is None:
+        return None
+    poly, label = row_sum(c, form)
+    for dim in over:
+        poly = poly * _inverse_size(c.emitter.size(form.x, dim))
+    return _then_rows(c, node, form, poly, label, over, keepdim)
+
+
+def _reduced_dims(form: Form, dims: Operand) -> list[int]:
+    rank = len(form.shape)
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return list(range(rank))
+    listed = dims if isinstance(dims, (list, tuple)) else [dims]
+    return [dim % rank for dim in listed if isinstance(dim, int)]
+
+
+def _inverse_size(size: SizeArg) -> Poly:
+    if isinstance(size, Node):
+        return Poly({((size, -1),): 1.0})
+    return Poly.number(1.0 / size) if size else Poly.number(math.nan)
+
+
+def _then_rows(
+    c: Context,
+    node: Node,
+    form: Form,
+    poly: Poly,
+    label: str,
+    over: Sequence[int],
+    keepdim: bool,
+) -> Result:
+    """The row scalar, summed over the other dimensions where the user's reduction takes them too."""
+    if list(over) == [form.vdim]:
+        return c.row_value(node, poly, label, form, keepdim)
+    rows = c.emitter.expand(c.emit_rows(poly, form, node), c.lead_sizes(form))
+    total = c.emitter.call(aten.sum.dim_IntList, rows, list(over), keepdim)
+    return RowValue(total, label, form)
+
+
+def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
+    """sum_v W: exponentials by their statistics, the affine part by the total, columns by their weights."""
+    only_known(form)
+    total, label = ZERO, "row value"
+    for term in form.exps:
+        total += _exp_sum(c, form, term)
+        label = NORMALISER if term.b.is_zero else EXPECTED
+    total += _affine_sum(c, form)
+    for hot in form.hots:
+        total += _columns_sum(c, form, hot)
+    return total, label
+
+
+def _affine_sum(c: Context, form: Form) -> Poly:
+    """sum_v (e + f x): by the statistics where e takes the maximum away again, else by a plain sum of the logits."""
+    rows = form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
+    if form.f.is_zero:
+        return rows
+    if not form.e.is_zero:
+        total = c.total(form)
+        result = rows + total
+        if len(result.terms) < len(rows.terms) + len(total.terms):
+            return result
+    dtype = compute_dtype(form.x)
+    plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
+    return Poly.atom(plain) * form.f + rows
+
+
+def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
+    """sum_v exp(y - c)(a + b y) = exp(max + log_sum - c) (a + b (mean + max))."""
+    assert form.x is not None
+    stats = c.stats(form, term.scale)
+    weighted = term.a + term.b * (stats.mean + stats.max)
+    exponent = (stats.max - term.shift) + stats.log_sum
+    if exponent.is_zero:
+        return weighted
+    dtype = compute_dtype(form.x)
+    mass = c.mass(exponent, form.x)
+    if term.b.is_zero:
+        return Poly.atom(mass) * term.a
+    null = c.emitter.call(aten.eq.Scalar, mass, 0)
+    zero = c.rows.emit_node(ZERO, dtype, form.x)
+    product = c.rows.emit_node(Poly.atom(mass) * weighted, dtype, form.x)
+    return Poly.atom(c.emitter.where(null, zero, product))
+
+
+def _columns_sum(c: Context, form: Form, hot: OneHot) -> Poly:
+    index = index_node(c, hot.index)
+    if same(shape_of(index)[form.vdim], 1):
+        return hot.weight
+    weights = c.rows.emit_node(hot.weight, compute_dtype(form.x), index)
+    weights = c.emitter.expand(weights, c.emitter.sizes(index))
+    return Poly.atom(c.emitter.call(aten.sum.dim_IntList, weights, [form.vdim], True))
+
+
+# -- maxima ---------------------------------------------------------------------------------------
+
+
+def amax(
+    c: Context, node: Node, operand: Operand, dims: Operand = (), keepdim: bool = False
+) -> Result:
+    form = as_form(operand)
+    return c.row_value(node, _maximum(c, form, dims), "maximum", form, keepdim)
+
+
+def max_dim(
+    c: Context, node: Node, operand: Operand, dim: Operand, keepdim: bool = False
+) -> Result:
+    """(values, indices): the indices are the logits' own argmax, which a positive scale does not move."""
+    form = as_form(operand)
+    poly = _maximum(c, form, dim)
+    taken = {user.args[1] for user in node.users if user.users}
+    places = Instead(_argmax(c, form, keepdim)) if 1 in taken else None
+    values = {user.args[1]: user for user in node.users}.get(0)
+    if 0 not in taken or values is None:
+        return (None, places)
+    return (c.row_value(values, poly, "maximum", form, keepdim), places)
+
+
+def argmax(
+    c: Context, node: Node, operand: Operand, dim: Operand = None, keepdim: bool = False
+) -> Result:
+    """The logits' own argmax where the scale is a positive number; a reduction, nothing full-vocabulary is made."""
+    form = as_form(operand)
+    if not isinstance(dim, int) or dim % len(form.shape) != form.vdim:
+        raise Refused("the place of a maximum over other dimensions than the vocabulary")
+    return Instead(_argmax(c, form, keepdim))
+
+
+def _maximum(c: Context, form: Form, dims: Operand) -> Poly:
+    if _reduced_dims(form, dims) != [form.vdim]:
+        raise Refused("a maximum over other dimensions than the vocabulary")
+    if not form.is_affine or form.f.is_zero:
+        raise Refused("a maximum of a value that is not linear in the logits")
+    return c.stats(form, form.f).max + form.e
+
+
+def _argmax(c: Context, form: Form, keepdim: bool) -> Node:
+    factor = form.f.as_number()
+    if not (form.is_affine and factor and factor > 0):
+        raise Refused(
+            "the place of a maximum of a value that is not a positive multiple of the logits"
+        )
+    return c.emitter.call(aten.argmax.default, form.x, form.vdim, keepdim)
+
+
+def getitem(c: Context, node: Node, items: Operand, at: int) -> Result:
+    return items[at] if isinstance(items, tuple) else None
+
+
+# -- products with one row or column ----------------------------------------------------------------
+
+
+def bmm(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    """[N, 1, V] @ [N, V, 1]: a sum over the vocabulary; [N, V, 1] @ [N, 1, 1] and its mirror: times a row scalar."""
+    if isinstance(left, Form) and isinstance(right, Form):
+        return _dot(c, node, left, right)
+    form, other = (left, right) if isinstance(left, Form) else (right, left)
+    rows = shape_of(other) if isinstance(other, Node) else ()
+    if len(rows) != 3 or not (same(rows[1], 1) and same(rows[2], 1)):
+        raise Refused("a matrix product with full-vocabulary values")
+    form = as_form(form)
+    return normal(c, scaled(form, c.operand(other, form)))
+
+
+def _dot(c: Context, node: Node, left: Form, right: Form) -> Result:
+    turned = left.vdim == 2 and right.vdim == 1
+    if not (turned and same(left.shape[1], 1) and same(right.shape[2], 1)):
+        raise Refused("a matrix product with full-vocabulary values")
+    row = permute_dims(c, right, (right.shape[0], 1, right.shape[1]), [0, 2, 1])
+    poly, label = row_sum(c, times(c, left, row))
+    return c.row_value(node, poly, label, left, keepdim=True)

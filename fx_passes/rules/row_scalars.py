@@ -1,0 +1,68 @@
+"""What operators mean on row scalars: the polynomial that a node with one number per row computes.
+
+None where a rule cannot say: the node is then an atom of its own. `MAX_TERMS` keeps polynomials small; beyond it a sum
+is an atom, too.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fx_passes.algebra.poly import Poly
+from fx_passes.graph.facts import is_float_tensor, shape_of
+from fx_passes.walk.row_scalars import RowRule, RowScalars
+
+MAX_TERMS = 8
+
+
+def row_cast(rows: RowScalars, node: Node) -> Poly | None:
+    first = node.args[0]
+    return rows.meaning(first) if isinstance(first, Node) and is_float_tensor(first) else None
+
+
+def row_reshape(rows: RowScalars, node: Node) -> Poly | None:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return rows.moved(first, lambda atom: rows.emitter.reshape(atom, rows.view_sizes(node)))
+
+
+def row_neg(rows: RowScalars, node: Node) -> Poly | None:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return -rows.meaning(first)
+
+
+def row_sum(sign: float) -> RowRule:
+    def rule(rows: RowScalars, node: Node) -> Poly | None:
+        left, right = _operands(rows, node)
+        plain = node.kwargs.get("alpha", 1) == 1
+        if not plain or left is None or right is None:
+            return None
+        if len(left.terms) + len(right.terms) > MAX_TERMS:
+            return None
+        return left + right * Poly.number(sign)
+
+    return rule
+
+
+def row_product(divided: bool) -> RowRule:
+    def rule(rows: RowScalars, node: Node) -> Poly | None:
+        left, right = _operands(rows, node)
+        if left is None or right is None or len(node.args) != 2 or node.kwargs:
+            return None
+        factor = right.inverse() if divided else right
+        if factor is None or len(left.terms) * len(factor.terms) > MAX_TERMS:
+            return None
+        return left * factor
+
+    return rule
+
+
+def row_log(rows: RowScalars, node: Node) -> Poly | None:
+    first = node.args[0]
+    return rows.exponent(first) if isinstance(first, Node) else None
+
+
+def _operands(rows: RowScalars, node: Node) -> tuple[Poly | None, Poly | None]:
+    rank = len(shape_of(node))
+    return rows.operand(node.args[0], rank), rows.operand(node.args[1], rank)

@@ -1,0 +1,213 @@
+"""Rows written home: pieces put into zeros, or joined, in the places that they were taken from.
+
+Backward writes the gradient of a slice into zeros (`slice_scatter`, `select_scatter`) or joins pieces (`cat`). Where a
+piece came from exactly there, the result is a form over the whole again, with coefficients that are zero elsewhere. So
+slices, chunk loops and loops over rows all end as one gradient of one root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused, add, only_known, scaled
+from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
+from fx_passes.algebra.poly import Monomial, Poly
+from fx_passes.graph.facts import Size, same, same_shape, shape_of
+from fx_passes.rules.row_moves import (
+    END,
+    Bound,
+    all_rows,
+    bounds,
+    reshape_rows,
+    row_form,
+    takes_all,
+    zeros_for,
+)
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import Operand, Result
+from fx_passes.walk.roots import Key
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+# -- the rules ----------------------------------------------------------------------------------------
+
+
+def slice_scatter(
+    c: Context,
+    node: Node,
+    operand: Operand,
+    src: Operand,
+    dim: int = 0,
+    start: Bound = None,
+    end: Bound = None,
+    step: int = 1,
+) -> Result:
+    base, piece = row_form(operand), row_form(src)
+    dim %= len(base.shape)
+    if takes_all(base.shape[dim], start, end, step):
+        return piece
+    if dim == piece.vdim:
+        raise Refused("a part of the vocabulary is written")
+    key = ("slice", dim, *bounds(base.shape[dim], start, end), step)
+    return write_rows(c, base, piece, key, shape_of(node), piece.vdim)
+
+
+def select_scatter(
+    c: Context, node: Node, operand: Operand, src: Operand, dim: int, index: Operand
+) -> Result:
+    base, piece = row_form(operand), row_form(src)
+    dim %= len(base.shape)
+    if not isinstance(index, int):
+        raise Refused("a row is written at a place that is not fixed")
+    size = base.shape[dim]
+    index = index + size if index < 0 and isinstance(size, int) else index
+    vdim = piece.vdim + (dim <= piece.vdim)
+    return write_rows(c, base, piece, ("select", dim, index), shape_of(node), vdim)
+
+
+def cat(c: Context, node: Node, operands: Sequence[Operand], dim: int = 0) -> Result:
+    """Pieces that are all the slices (or rows) of one value, in order: that value again; else a root of its own."""
+    pieces = [row_form(operand) for operand in operands]
+    dim %= len(pieces[0].shape)
+    if any(piece.vdim == dim for piece in pieces):
+        raise Refused("parts of the vocabulary are joined")
+    parent, keys = _whole(c, pieces, dim)
+    total = parent
+    for piece, key in zip(pieces, keys, strict=True):
+        total = add(total, _placed(c, piece, parent, key), c.rows.zero_outside)
+    if keys[0][0] == "slice":
+        return total
+    sizes = [size for size in shape_of(node) if isinstance(size, int)]
+    if len(sizes) < len(shape_of(node)):
+        raise Refused("rows of a dimension whose size is not fixed are joined")
+    return reshape_rows(c, total, shape_of(node), sizes)
+
+
+def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key]]:
+    """The value that the pieces are all of, and the step that took each."""
+    steps = [c.roots.steps[piece.x] for piece in pieces if piece.x in c.roots.steps]
+    if len(steps) < len(pieces) or any(step.parent is not steps[0].parent for step in steps):
+        raise Refused("values that are not the pieces of one value are joined")
+    at: object = 0
+    kind = steps[0].key[0]
+    for step in steps:
+        if kind not in ("slice", "select") or step.key[:3] != (kind, dim, at):
+            raise Refused("pieces are joined in another order than they were taken")
+        at = step.key[2] + 1 if kind == "select" else step.key[3]  # type: ignore[operator]
+    parent = steps[0].parent
+    all_taken = at == END or same(at, shape_of(parent)[dim])
+    if not all_taken or (kind == "select" and dim != 0):
+        raise Refused("pieces that are not all of a value are joined")
+    return Form(shape_of(parent), steps[0].vdim, parent), [step.key for step in steps]
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+def write_rows(
+    c: Context, base: Form, piece: Form, key: Key, shape: Sequence[Size], vdim: int
+) -> Form:
+    """`base` with `piece` written over the rows that the step `key` takes."""
+    parent = _parent(c, piece, key, shape, vdim)
+    placed = _placed(c, piece, parent, key)
+    if base.is_row and base.e.is_zero:
+        return placed
+    hole = Form(piece.shape, piece.vdim, piece.x, e=Poly.number(1.0))
+    gone = _placed(c, hole, parent, key).e
+    return add(scaled(base, Poly.number(1.0) - gone), placed, c.rows.zero_outside)
+
+
+def _parent(c: Context, piece: Form, key: Key, shape: Sequence[Size], vdim: int) -> Form:
+    """The empty form over the rows that `piece` was taken from by the step `key`."""
+    if piece.x is None:
+        return Form(tuple(shape), vdim)
+    step = c.roots.steps.get(piece.x)
+    if step is None or step.key != key or not same_shape(shape_of(step.parent), shape):
+        raise Refused("rows are written to another place than they came from")
+    return Form(tuple(shape), step.vdim, step.parent)
+
+
+def _placed(c: Context, form: Form, parent: Form, key: Key) -> Form:
+    """`form` over its parent's rows, zero in the others."""
+    kind, dim, *where = key
+    target = aten.slice_scatter.default if kind == "slice" else aten.select_scatter.default
+
+    def back(atom: Node) -> Node:
+        return c.emitter.call(target, zeros_for(c, parent, atom), atom, dim, *where)
+
+    return _Embedding(c, form, parent, back).form(_extent(parent, key))
+
+
+def _extent(parent: Form, key: Key) -> Extent | None:
+    """The rows that a step takes, where their numbers are fixed."""
+    kind, dim, start, *rest = key
+    assert isinstance(dim, int), key
+    stop = start + 1 if kind == "select" else rest[0]  # type: ignore[operator]
+    if kind == "slice" and rest[1] != 1:
+        return None
+    if not isinstance(start, int) or not isinstance(stop, int):
+        return None
+    return Extent(dim, ((start, stop),)) if isinstance(parent.shape[dim], int) else None
+
+
+class _Embedding:
+    """A form's coefficients over its parent's rows: what came from the parent is the parent's, the rest is placed."""
+
+    def __init__(self, c: Context, form: Form, parent: Form, back: Callable[[Node], Node]) -> None:
+        only_known(form)
+        self.c, self.inner, self.parent, self.back = c, form, parent, back
+
+    def form(self, extent: Extent | None) -> Form:
+        shared, vanishing = self._poly, self._vanishing
+        return self.parent.with_(
+            exps=tuple(
+                Exp(shared(t.scale), shared(t.shift), vanishing(t.a), vanishing(t.b), extent)
+                for t in self.inner.exps
+            ),
+            e=vanishing(self.inner.e),
+            f=vanishing(self.inner.f),
+            hots=tuple(
+                OneHot(tuple(map(self._index, t.index)), vanishing(t.weight), extent)
+                for t in self.inner.hots
+            ),
+        )
+
+    def _poly(self, poly: Poly, vanish: bool = False) -> Poly:
+        result = Poly()
+        for monomial, number in poly.terms.items():
+            result += Poly.number(number) * self._monomial(monomial, vanish)
+        return result
+
+    def _vanishing(self, poly: Poly) -> Poly:
+        """A factor of a term, which must be zero in the other rows."""
+        return self._poly(poly, vanish=True)
+
+    def _monomial(self, monomial: Monomial, vanish: bool) -> Poly:
+        """Factors that came from the parent are the parent's; the others are written into zeros as one."""
+        kept, rest = Poly.number(1.0), []
+        for atom, power in monomial:
+            above = self._stripped(atom)
+            if above is None:
+                rest.append((atom, power))
+            else:
+                kept = kept * Poly({((above, power),): 1.0})
+        if not rest and not vanish:
+            return kept
+        inner = Poly({tuple(rest): 1.0}) if rest else Poly.number(1.0)
+        like = self.inner.x or monomial[0][0]
+        emitted = self.c.rows.emit_node(inner, compute_dtype(self.inner.x), like)
+        return kept * Poly.atom(self._place(emitted))
+
+    def _index(self, node: Node) -> Node:
+        return self._stripped(node) or self._place(node)
+
+    def _stripped(self, atom: Node) -> Node | None:
+        return None if self.inner.x is None else self.c.roots.stripped(self.inner.x, atom)
+
+    def _place(self, node: Node) -> Node:
+        return self.c.rows.place(self.back(all_rows(self.c, self.inner, node)))

@@ -1,0 +1,79 @@
+"""A full-vocabulary value at a column (or several) per row: one gather from the logits, and arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused, only_known
+from fx_passes.algebra.forms import Exp, Form, OneHot
+from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.graph.facts import same, shape_of
+from fx_passes.walk.context import Context
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+def index_node(c: Context, index: tuple[Node, ...]) -> Node:
+    """The columns of a one-hot term: the sum of its nodes."""
+    total = index[0]
+    for part in index[1:]:
+        total = c.emitter.call(aten.add.Tensor, total, part)
+    return total
+
+
+def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
+    """W at one column (or K columns) per row."""
+    only_known(form)
+    dtype, chosen = compute_dtype(form.x), index_node(c, index)
+    taken = ZERO
+    if form.x is not None and (form.exps or not form.f.is_zero):
+        taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, chosen), dtype))
+    result = ZERO
+    if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
+        result = _affine_column(c, form.f, taken, dtype)
+    result = result + form.e
+    for term in form.exps:
+        result = result + _exp_column(c, term, taken, dtype)
+    for hot in form.hots:
+        result = result + _hot_column(c, hot, index, form, dtype)
+    return result
+
+
+def _affine_column(c: Context, f: Poly, taken: Poly, dtype: torch.dtype) -> Poly:
+    """f * x at the column; a row whose f is 0 does not look at x, which may be infinite there."""
+    if f.as_number() is not None:
+        return taken * f
+    factor = c.rows.emit(f, dtype)
+    scaled = c.rows.emit(taken * f, dtype)
+    off = c.emitter.call(aten.eq.Scalar, factor, 0)
+    zero = c.rows.emit_node(ZERO, dtype, next(iter(taken.atoms())))
+    return Poly.atom(c.emitter.where(off, zero, scaled))  # type: ignore[arg-type]
+
+
+def _exp_column(c: Context, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
+    y = taken * term.scale
+    exponent = c.rows.emit(y - term.shift, dtype)
+    probability = c.emitter.call(aten.exp.default, exponent)
+    factor = Poly.atom(probability) * (term.a + term.b * y)
+    if term.b.is_zero:
+        return factor
+    zero = c.rows.emit_node(ZERO, dtype, probability)
+    null = c.emitter.call(aten.eq.Scalar, probability, 0)
+    weighted = c.rows.emit_node(factor, dtype, probability)
+    return Poly.atom(c.emitter.where(null, zero, weighted))
+
+
+def _hot_column(
+    c: Context, hot: OneHot, index: tuple[Node, ...], form: Form, dtype: torch.dtype
+) -> Poly:
+    if hot.index == index:
+        return hot.weight
+    mine, theirs = index_node(c, hot.index), index_node(c, index)
+    if not all(same(shape_of(node)[form.vdim], 1) for node in (mine, theirs)):
+        raise Refused("columns of two different index tensors meet")
+    hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
+    held = c.rows.emit_node(hot.weight, dtype, mine)
+    zero = c.rows.emit_node(ZERO, dtype, mine)
+    return Poly.atom(c.emitter.where(hit, held, zero))

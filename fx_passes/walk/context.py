@@ -1,0 +1,199 @@
+"""What a rule may use: meanings of nodes, roots, row scalars, statistics, and the emitter of new nodes.
+
+Nothing here says what becomes of the user's graph; that is `account.py`, which no rule sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form
+from fx_passes.algebra.poly import Poly
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import (
+    Size,
+    SizeArg,
+    hint,
+    is_float_tensor,
+    rank_of,
+    same,
+    shape_of,
+    value,
+)
+from fx_passes.graph.operators import Target
+from fx_passes.outcome import FuseConfig
+from fx_passes.walk.results import Result, RowValue
+from fx_passes.walk.roots import Roots
+from fx_passes.walk.row_scalars import RowRule, RowScalars
+from fx_passes.walk.statistics import Statistics, Stats, compute_dtype
+
+aten = torch.ops.aten
+
+
+class Context:
+    """The walk as a rule sees it.
+
+    Attributes:
+        values: what every node is that was visited: a form, a mask, a tuple of those, or the node itself.
+        only: the roots that are taken; None while every value that could be one is.
+        never: values that are no root, whatever they look like.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        config: FuseConfig,
+        fake_mode: FakeTensorMode,
+        row_table: Mapping[Target, RowRule],
+        only: frozenset[Node] | None,
+        never: frozenset[Node],
+    ) -> None:
+        self.config = config
+        self.only, self.never = only, never
+        self.emitter = Emitter(graph, fake_mode)
+        self.rows = RowScalars(self.emitter, row_table)
+        self.roots = Roots(self.emitter)
+        self.statistics = Statistics(self.roots, self.rows)
+        self.values: dict[Node, Result] = {}
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def read(self, arg: Any) -> Any:
+        """What an argument of a node is: a form where it is full-vocabulary, otherwise the node itself."""
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(self.read(item) for item in arg)
+        if not isinstance(arg, Node):
+            return arg
+        meaning = self.values[arg]
+        if isinstance(meaning, Node) and self._is_root(meaning):
+            return self.roots.identity(meaning)
+        return meaning
+
+    def _is_root(self, node: Node) -> bool:
+        if not is_float_tensor(node) or self.emitter.made(node) or node in self.never:
+            return False
+        if self.only is not None and node not in self.only:
+            return False
+        shape = shape_of(node)
+        return len(shape) >= 2 and self.is_vocabulary(shape[-1])
+
+    def is_vocabulary(self, size: Size) -> bool:
+        """Large enough to be a vocabulary; a symbolic size counts by its hint and adds no guard."""
+        return hint(size) >= self.config.min_vocab
+
+    # -- numbers per row -------------------------------------------------------------------------
+
+    def operand(self, arg: object, form: Form) -> Poly:
+        """A number or row scalar that meets `form`, aligned to its rank."""
+        rank = len(form.shape)
+        poly = self.rows.operand(arg, rank)
+        if poly is None:
+            raise Refused(f"an operand is neither a number nor a row scalar: {arg}")
+        if rank_of(arg):
+            sizes = (1,) * (rank - rank_of(arg)) + shape_of(arg)
+            fits = len(sizes) == rank and all(
+                same(size, 1) or (dim != form.vdim and same(size, form.shape[dim]))
+                for dim, size in enumerate(sizes)
+            )
+            if not fits:
+                raise Refused(
+                    "an operand varies over the vocabulary and is not made from the logits"
+                )
+        return poly
+
+    def emit_rows(self, poly: Poly, form: Form, node: Node) -> Node:
+        """`poly` as a node in the form's compute dtype; `node` is the user's, for the device."""
+        like = form.x if form.x is not None else node
+        return self.rows.emit_node(poly, compute_dtype(form.x), like)
+
+    def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
+        """`node` computes a row scalar: emit it with the node's shape."""
+        lead = self.lead_sizes(form)
+        result = self.emitter.expand(self.emit_rows(poly, form, node), lead)
+        if not keepdim:
+            kept = [size for dim, size in enumerate(lead) if dim != form.vdim]
+            result = self.emitter.reshape(result, kept)
+        if poly.as_number() is not None:
+            self.rows.meanings[result] = poly
+        return RowValue(result, label, form)
+
+    def mass(self, exponent: Poly, x: Node) -> Node:
+        """exp(exponent), a row's sum of exponentials over `x`."""
+        return self.rows.mass(exponent, compute_dtype(x), x)
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def lead_sizes(self, form: Form) -> list[SizeArg]:
+        """The form's shape with 1 for the vocabulary, as numbers or nodes."""
+        return [
+            1 if dim == form.vdim else self.size_of(form, dim) for dim in range(len(form.shape))
+        ]
+
+    def all_sizes(self, form: Form) -> list[SizeArg]:
+        return [self.size_of(form, dim) for dim in range(len(form.shape))]
+
+    def size_of(self, form: Form, dim: int) -> SizeArg:
+        size = form.shape[dim]
+        if isinstance(size, int):
+            return size
+        return self.known_size(size) if form.x is None else self.emitter.size(form.x, dim)
+
+    def known_size(self, size: Size) -> SizeArg:
+        if isinstance(size, int):
+            return size
+        computed = self.emitter.size_of(size.node.expr)
+        if computed is None:
+            raise Refused(f"the size {size.node.expr} is not computed in the graph")
+        return computed
+
+    def vocabulary(self, form: Form) -> Poly:
+        """V, as a number or the node that computes it."""
+        size = self.size_of(form, form.vdim)
+        return Poly.atom(size) if isinstance(size, Node) else Poly.number(float(size))
+
+    # -- the logits ------------------------------------------------------------------------------
+
+    def stats(self, form: Form, scale: Poly) -> Stats:
+        return self.statistics.of(form, scale)
+
+    def total(self, form: Form) -> Poly:
+        """sum_v f x = sum_v (f x - max(f x)) + V max(f x), by statistics of any scale that are there already."""
+        factor, stats = self.statistics.any_scale(form)
+        return (stats.total + stats.max * self.vocabulary(form)) * factor
+
+    def gather(self, x: Node, vdim: int, index: Node) -> Node:
+        """x at `index`; where x would be a copy of the logits, the index moves to the logits instead."""
+        if not self.roots.is_copy(x):
+            return self.emitter.call(aten.gather.default, x, vdim, index)
+        step = self.roots.steps[x]
+        return step.move(self.gather(step.parent, step.vdim, step.back(index)))
+
+    def piece_of_root(self, x: Node, dim: int, start: Any, stop: Any) -> Node | None:
+        """What a root that the user joined (`cat`) has in these rows: the logits that were joined there."""
+        joined = x not in self.roots.steps and x.target is aten.cat.default
+        if not joined or not isinstance(stop, int):
+            return None
+        along = x.args[1] if len(x.args) > 1 else 0
+        if not isinstance(along, int) or along % len(shape_of(x)) != dim:
+            return None
+        at = 0
+        for piece in x.args[0]:  # type: ignore[union-attr]
+            meaning, size = self.values.get(piece), shape_of(piece)[dim]  # type: ignore[arg-type]
+            if not isinstance(size, int):
+                return None
+            same_rows = (at, at + size) == (start, stop)
+            if same_rows and isinstance(meaning, Form) and meaning.is_identity and meaning.x:
+                self.roots.allies[x] = self.roots.root_of[meaning.x]
+                return meaning.x
+            at += size
+        return None
+
+
+def dtype_name(node: Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")

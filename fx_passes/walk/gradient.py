@@ -1,0 +1,175 @@
+"""A full-vocabulary value that leaves: its coefficients packed for `row_grad`, one read of the logits and one write.
+
+Entry point: `row_grad`. The operator's arguments are described in docs/ops.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Exp, Form
+from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.graph.facts import SizeArg, is_backward, value
+from fx_passes.walk.columns import index_node
+from fx_passes.walk.context import Context
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """`node` is the value; `operators` the `row_grad`s that were emitted for it."""
+
+    node: Node
+    operators: tuple[Node, ...]
+
+
+def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
+    """The full-vocabulary value itself, in `dtype`."""
+    assert form.x is not None
+    wanted = dtype
+    for other, _ in form.others:  # what is added is rounded once, after the sum
+        dtype = torch.promote_types(dtype, value(other).dtype)
+    order = _vocabulary_last(form)
+    packer = _Packer(c, form, order)
+    softmax = _saved_softmax(c, form, dtype)
+    node = operator = c.emitter.call(
+        torch.ops.slime_fused.row_grad.default,
+        packer.ordered(form.x if softmax is None else softmax.node),
+        packer.terms(),
+        packer.affine(),
+        *packer.columns(),
+        softmax is not None,
+        dtype,
+        "",
+    )
+    if _in_backward(c):  # also where it depends on no upstream gradient
+        node.meta["partitioner_tag"] = "is_backward"
+    if order is not None:
+        node = c.emitter.call(
+            aten.permute.default, node, [order.index(dim) for dim in range(len(order))]
+        )
+    node = c.emitter.cast(_with_others(c, node, form, dtype), wanted)
+    return Leaving(node, (operator, *(softmax.operators if softmax else ())))
+
+
+def _vocabulary_last(form: Form) -> list[int] | None:
+    rank = len(form.shape)
+    if form.vdim == rank - 1:
+        return None
+    return [dim for dim in range(rank) if dim != form.vdim] + [form.vdim]
+
+
+def _with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:
+    for other, weight in form.others:
+        factor = c.rows.emit(weight, dtype)
+        term = other if factor == 1 else c.emitter.call(aten.mul.Tensor, other, factor)
+        node = c.emitter.call(aten.add.Tensor, node, term)
+    return node
+
+
+def _in_backward(c: Context) -> bool:
+    return c.emitter.origin is not None and is_backward(c.emitter.origin)
+
+
+def _saved_softmax(c: Context, form: Form, dtype: torch.dtype) -> Leaving | None:
+    """With save="softmax": exp(y - shift) made in forward; the gradient is computed from it and may overwrite it.
+
+    None where it would not serve: several softmaxes, logits in the gradient, a shift that only backward knows.
+    """
+    single = len(form.exps) == 1 and form.f.is_zero
+    if c.config.save != "softmax" or not single or not _in_backward(c):
+        return None
+    (term,) = form.exps
+    if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):
+        return None
+    softmax = form.with_(exps=(Exp(term.scale, term.shift, ONE),), e=ZERO, hots=(), others=())
+    at, c.emitter.origin = c.emitter.origin, None
+    try:
+        return row_grad(c, softmax, dtype)
+    finally:
+        c.emitter.origin = at
+
+
+class _Packer:
+    """Coefficients of a form as the tensors that `row_grad` takes; the vocabulary is moved last by `order`."""
+
+    def __init__(self, c: Context, form: Form, order: list[int] | None) -> None:
+        self.c, self.form, self.order = c, form, order
+        self.dtype = compute_dtype(form.x)
+        self.lead = c.lead_sizes(form)
+
+    def ordered(self, node: Node) -> Node:
+        if self.order is None:
+            return node
+        return self.c.emitter.call(aten.permute.default, node, self.order)
+
+    def terms(self) -> Node:
+        """[..., K, 5]"""
+        if not self.form.exps:
+            return self._empty(0, 5)
+        cells = [self._cell(poly) for term in self.form.exps for poly in self._coefficients(term)]
+        packed = self._joined(cells)
+        sizes = [*self.c.emitter.sizes(packed)[:-1], len(self.form.exps), 5]
+        return self.c.emitter.reshape(packed, sizes)
+
+    def affine(self) -> Node:
+        """[..., 3]"""
+        e, f = self.form.e, self.form.f
+        center = ZERO if f.is_zero else _center(-e, ZERO)
+        return self._joined([self._cell(f), self._cell(center), self._cell(e + center)])
+
+    def columns(self) -> tuple[Node, Node]:
+        """index and weight, [..., M]"""
+        hots = self.form.hots
+        if not hots:
+            return self._empty(0, dtype=torch.int64), self._empty(0)
+        indices, weights = [], []
+        for hot in hots:
+            index = index_node(self.c, hot.index)
+            count = self.c.emitter.size(index, self.form.vdim)
+            whole = self.c.emitter.cast(index, torch.int64)
+            indices.append(self.ordered(self.c.emitter.expand(whole, self._sizes(count))))
+            weights.append(self._cell(hot.weight, count))
+        if len(hots) == 1:
+            return indices[0], weights[0]
+        return self._joined(indices), self._joined(weights)
+
+    def _coefficients(self, term: Exp) -> tuple[Poly, ...]:
+        """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
+        center = _center(term.shift, self.c.stats(self.form, term.scale).max)
+        return term.scale, center, term.shift - center, term.a + term.b * center, term.b
+
+    def _sizes(self, columns: SizeArg) -> list[SizeArg]:
+        sizes = list(self.lead)
+        sizes[self.form.vdim] = columns
+        return sizes
+
+    def _cell(self, poly: Poly, columns: SizeArg = 1) -> Node:
+        """`poly` as a tensor `[..., columns]`."""
+        assert self.form.x is not None
+        cell = self.c.rows.emit_node(poly, self.dtype, self.form.x)
+        return self.ordered(self.c.emitter.expand(cell, self._sizes(columns)))
+
+    def _joined(self, cells: Sequence[Node]) -> Node:
+        return self.c.emitter.call(aten.cat.default, list(cells), -1)
+
+    def _empty(self, *columns: int, dtype: torch.dtype | None = None) -> Node:
+        """`[..., *columns]` with no elements."""
+        assert self.form.x is not None
+        sizes = [*self.c.emitter.sizes(self._cell(ZERO))[:-1], *columns]
+        return self.c.emitter.full(sizes, 0, dtype or self.dtype, self.form.x)
+
+
+def _center(shift: Poly, maximum: Poly) -> Poly:
+    """The first part of the shift: the row maximum where it is in there, else the part that was subtracted first."""
+    single = maximum.as_monomial()
+    for wanted in ([single[1]] if single else []) + list(shift.terms):
+        if shift.terms.get(wanted) == 1.0 and wanted:
+            return Poly({wanted: 1.0})
+    return ZERO

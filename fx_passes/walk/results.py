@@ -1,0 +1,98 @@
+"""What goes into a rule and what comes out of it: plain values. Rules answer, the walk records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, Union
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form, Mask
+
+Operand: TypeAlias = Union[
+    Form, Mask, Node, float, int, bool, str, torch.dtype, "Sequence[Operand]", None
+]
+"""An argument as a rule sees it: a form or mask where it is full-vocabulary, the user's node or number otherwise."""
+
+NORMALISER = "normaliser"
+EXPECTED = "entropy or expected value"
+SOFTMAX_LABELS = {NORMALISER, EXPECTED}
+"""Row values over which a softmax is taken: a root without one is no affair of the pass."""
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """One number per row in the user's node's place: `node`, still in the compute dtype.
+
+    `label` names it in the report; `form` is the value that it was computed from.
+    """
+
+    node: Node
+    label: str
+    form: Form
+
+
+@dataclass(frozen=True)
+class Instead:
+    """`node` in the user's node's place.
+
+    Attributes:
+        meaning: what the user's node is to the rules that read it; `node` itself where None.
+        keeps: nodes of the user's whose values are needed as they are.
+    """
+
+    node: Node
+    meaning: Form | Mask | None = None
+    keeps: tuple[Node, ...] = ()
+
+
+Item: TypeAlias = Form | Mask | Node | RowValue | Instead | None
+Result: TypeAlias = Item | tuple[Item, ...]
+"""A rule's answer; None: the value is no affair of the pass."""
+
+Rule: TypeAlias = Callable[..., Result]
+"""(context, node, *arguments, **keywords) -> what the node is; raises Refused with the reason that the report shows."""
+
+
+@dataclass(frozen=True)
+class Starts:
+    """A rule that is asked also where no operand is full-vocabulary: the value may begin one."""
+
+    rule: Rule
+
+    def __call__(self, *args: object, **kwargs: object) -> Result:
+        return self.rule(*args, **kwargs)
+
+
+def full_vocabulary(operands: object) -> list[Form | Mask]:
+    """All forms and masks among the operands, however nested."""
+    if isinstance(operands, (Form, Mask)):
+        return [operands]
+    if isinstance(operands, Mapping):
+        operands = tuple(operands.values())
+    if isinstance(operands, (list, tuple)):
+        return [each for item in operands for each in full_vocabulary(item)]
+    return []
+
+
+def logits_of(meaning: Form | Mask) -> Node | None:
+    """The logits (the root, moved) that a form or mask is over."""
+    return meaning.form.x if isinstance(meaning, Mask) else meaning.x
+
+
+def as_form(operand: Operand) -> Form:
+    """The operand, which the rule needs as a form."""
+    if isinstance(operand, Form):
+        return operand
+    if isinstance(operand, Mask):
+        raise Refused("a full-vocabulary mask is used in arithmetic")
+    raise Refused("full-vocabulary rows meet a value that no logits are in")
+
+
+def as_number(operand: Operand) -> float | None:
+    if isinstance(operand, (int, float)) and not isinstance(operand, bool):
+        return float(operand)
+    return None

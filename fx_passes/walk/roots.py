@@ -1,0 +1,93 @@
+"""Roots, and what is made of them by moving rows.
+
+A root is a floating `[..., V]` value where full-vocabulary work starts: the logits. `x` is a root or a view of its rows
+(a slice, a sample, another order); a `Step` remembers how it was moved, and the way back. Row scalars of a root move
+with it, and are recognised when backward moves them home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Form
+from fx_passes.algebra.poly import ONE, Poly
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import rank_of, shape_of
+
+Move: TypeAlias = Callable[[Node], Node]
+Key: TypeAlias = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How `x` came from its parent by moving rows: `move` does the same to a row scalar, `back` undoes it.
+
+    `back` fills rows that the parent has and `x` has not with zeros. `key` names the step, so that the user's
+    backward can be matched with it; `vdim` is where the parent keeps the vocabulary; `copies`: `x` is no view.
+    """
+
+    parent: Node
+    key: Key
+    vdim: int
+    move: Move
+    back: Move
+    copies: bool = False
+
+
+class Roots:
+    """Which logits there are.
+
+    Attributes:
+        root_of: the root of every `x`.
+        steps: how every `x` that is no root came from its parent.
+        allies: roots that are joined of others' rows: accepted with them.
+    """
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+        self.root_of: dict[Node, Node] = {}
+        self.steps: dict[Node, Step] = {}
+        self.allies: dict[Node, Node] = {}
+        self._moved_from: dict[tuple[Node, Node], Node] = {}
+
+    def identity(self, root: Node) -> Form:
+        self.root_of.setdefault(root, root)
+        shape = shape_of(root)
+        return Form(shape, len(shape) - 1, root, f=ONE)
+
+    def derive(self, x: Node, step: Step) -> bool:
+        """`x` came from its parent by `step`; False where it is known already to have come otherwise."""
+        if x not in self.root_of:
+            self.steps[x] = step
+            self.root_of[x] = self.root_of[step.parent]
+        return x in self.steps and self.steps[x].parent is step.parent
+
+    def moved(self, x: Node, atom: Node) -> Node:
+        """A row scalar of the parent of `x`, moved as the rows were."""
+        if not rank_of(atom):
+            return atom
+        result = self.steps[x].move(atom)
+        self._moved_from.setdefault((x, result), atom)
+        return result
+
+    def stripped(self, x: Node, atom: Node) -> Node | None:
+        """The parent's row scalar that `atom` was moved from, if it was."""
+        return self._moved_from.get((x, atom)) if rank_of(atom) else atom
+
+    def strip(self, x: Node, poly: Poly) -> Poly | None:
+        """`poly` in the parent's row scalars, where all its atoms came from there."""
+        above = {atom: self.stripped(x, atom) for atom in poly.atoms()}
+        if any(atom is None for atom in above.values()):
+            return None
+        return poly.map_atoms(lambda atom: above[atom])  # type: ignore[arg-type, return-value]
+
+    def is_copy(self, x: Node) -> bool:
+        """Somewhere on the way from the root the rows were copied."""
+        step = self.steps.get(x)
+        while step is not None and not step.copies:
+            step = self.steps.get(step.parent)
+        return step is not None

@@ -1,0 +1,292 @@
+"""Row scalars: nodes with one number per row, as the polynomials that they compute, and back to nodes.
+
+`meaning` reads what the user's nodes compute, by the table `rules.ROW_SCALARS`; `emit` computes a polynomial by new
+nodes. Between the two the algebra is exact: a maximum that is added and taken away again is never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.poly import Monomial, Poly
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import (
+    SizeArg,
+    is_float_tensor,
+    rank_of,
+    same_shape,
+    shape_of,
+    value,
+)
+from fx_passes.graph.operators import CASTS, RESHAPES, Target, same_value
+
+aten = torch.ops.aten
+
+RowRule: TypeAlias = "Callable[[RowScalars, Node], Poly | None]"
+
+
+class RowScalars:
+    """What row scalars mean, and nodes for what rules make of them.
+
+    Attributes:
+        meanings: the polynomial that each node computes, as far as it was looked at.
+        zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
+        masses: nodes that are a row's sum of exponentials, each with the exponent that it is `exp` of.
+    """
+
+    def __init__(self, emitter: Emitter, table: Mapping[Target, RowRule]) -> None:
+        self.emitter = emitter
+        self.table = table
+        self.meanings: dict[Node, Poly] = {}
+        self.zero_outside: set[Node] = set()
+        self.masses: dict[Node, Poly] = {}
+
+    # -- meaning ---------------------------------------------------------------------------------
+
+    def meaning(self, node: Node) -> Poly:
+        """The polynomial that `node` computes, as far as the table reads it.
+
+        Roundings of row scalars to a narrower dtype are looked through: inside a rewrite they are kept in the compute
+        dtype, as full-vocabulary values are.
+        """
+        node = self.emitter.represents.get(node, node)
+        for inner in self._unread(node):
+            self.meanings[inner] = Poly.atom(inner)  # while the rule looks at it
+            self.meanings[inner] = self._read(inner) or Poly.atom(inner)
+        return self.meanings[node]
+
+    def _unread(self, node: Node) -> Iterator[Node]:
+        """`node` and what its meaning is made of, inputs first: chains may be longer than Python recurses."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            waiting = (
+                [] if top in self.meanings or not self._is_readable(top) else self._inputs(top)
+            )
+            if waiting:
+                stack += waiting
+                continue
+            stack.pop()
+            if top not in self.meanings:
+                yield top
+
+    def _inputs(self, node: Node) -> list[Node]:
+        inputs = map(self._representative, node.all_input_nodes)
+        return [arg for arg in inputs if arg not in self.meanings]
+
+    def _representative(self, node: Node) -> Node:
+        return self.emitter.represents.get(node, node)
+
+    def _is_readable(self, node: Node) -> bool:
+        if node.op != "call_function" or not is_float_tensor(node) or not node.args:
+            return False
+        read = node.target in self.table or node.target is aten.exp.default
+        return read or same_value(node) is not None
+
+    def _read(self, node: Node) -> Poly | None:
+        if not self._is_readable(node):
+            return None
+        first = node.args[0]
+        if not isinstance(first, Node) or (node.target not in CASTS and not is_float_tensor(first)):
+            return None
+        equal = same_value(node)
+        if equal is not None:
+            return self.meaning(equal)
+        rule = self.table.get(node.target)
+        return None if rule is None else rule(self, node)
+
+    def moved(self, first: Node, move: Callable[[Node], Node]) -> Poly:
+        """`first`'s meaning with every atom moved alike; atoms that are spread over rows cannot be."""
+        poly, whole = self.meaning(first), shape_of(first)
+        tensors = [atom for atom in poly.atoms() if rank_of(atom)]
+        if any(not same_shape(shape_of(atom), whole) for atom in tensors):
+            return Poly.atom(move(first))
+        return poly.map_atoms(lambda atom: move(atom) if rank_of(atom) else atom)
+
+    def view_sizes(self, node: Node) -> list[SizeArg]:
+        """The sizes that a reshape asks for."""
+        if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            sizes = list(node.args[1])  # type: ignore[arg-type]
+            if not any(isinstance(size, int) and size == -1 for size in sizes):
+                return sizes
+        return self.emitter.sizes(node)
+
+    def operand(self, arg: object, rank: int) -> Poly | None:
+        """A number, symbolic number or row scalar as a polynomial whose atoms have `rank` dimensions (or none)."""
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool):
+            return Poly.number(float(arg))
+        if not isinstance(arg, Node):
+            return None
+        fake = value(arg)
+        if isinstance(fake, (torch.SymInt, torch.SymFloat)):
+            return Poly.atom(arg)
+        if not isinstance(fake, torch.Tensor) or fake.dtype.is_complex:
+            return None
+        constant = _constant(arg)
+        if constant is not None:
+            return Poly.number(constant)
+        if not fake.dtype.is_floating_point:
+            return Poly.atom(self.aligned(arg, rank))
+        return self.meaning(arg).map_atoms(lambda atom: self.aligned(atom, rank))
+
+    def aligned(self, atom: Node, rank: int) -> Node:
+        """A row scalar with `rank` dimensions; one without dimensions stays so, unless there is one row only."""
+        if not isinstance(value(atom), torch.Tensor) or (rank_of(atom) == 0 and rank != 1):
+            return atom
+        return self.emitter.align(atom, rank)
+
+    # -- exponentials ----------------------------------------------------------------------------
+
+    def exponent(self, node: Node) -> Poly | None:
+        """`P` if `node` is `exp(P)`, seen through views and casts."""
+        node = self._representative(node)
+        single = (self.meanings.get(node) or self.meaning(node)).as_monomial()
+        if single is None or single[0] != 1.0:
+            return None
+        result = Poly()
+        for atom, power in single[1]:
+            inner = self._exponent_of_atom(atom)
+            if inner is None:
+                return None
+            result += inner * Poly.number(power)
+        return result
+
+    def _exponent_of_atom(self, atom: Node) -> Poly | None:
+        views = []
+        while atom.op == "call_function" and atom.target in RESHAPES:
+            views.append(atom)
+            atom = atom.args[0]  # type: ignore[assignment]
+        if atom.op != "call_function" or atom.target is not aten.exp.default:
+            return None
+        poly = self.meaning(atom.args[0])  # type: ignore[arg-type]
+        for view in reversed(views):
+            poly = self._reshaped(poly, self.view_sizes(view))
+        return poly
+
+    def _reshaped(self, poly: Poly, sizes: list[SizeArg]) -> Poly:
+        return poly.map_atoms(lambda a: self.emitter.reshape(a, sizes) if rank_of(a) else a)
+
+    def log_argument(self, atom: Node) -> Node | None:
+        """s where the row scalar is log(s), seen through views."""
+        inner = _under_views(atom)
+        if inner.op != "call_function" or inner.target is not aten.log.default:
+            return None
+        argument = inner.args[0]
+        assert isinstance(argument, Node)
+        return self.emitter.reshape(self._representative(argument), self.emitter.sizes(atom))
+
+    def mass(self, exponent: Poly, dtype: torch.dtype, like: Node) -> Node:
+        """exp(exponent), a row's sum of exponentials; remembered, so that dividing by it is subtracting its log."""
+        node = self.emitter.call(aten.exp.default, self.emit_node(exponent, dtype, like))
+        self.masses[node] = exponent
+        return node
+
+    def mass_exponent(self, atom: Node) -> Poly | None:
+        """The exponent of a row's sum of exponentials, seen through views."""
+        known = atom in self.masses or _under_views(atom) in self.masses
+        return self.exponent(atom) if known else None
+
+    # -- rows that were written into zeros ---------------------------------------------------------
+
+    def place(self, node: Node) -> Node:
+        """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
+        self.zero_outside.add(node)
+        return node
+
+    # -- nodes for polynomials ---------------------------------------------------------------------
+
+    def emit(self, poly: Poly, dtype: torch.dtype) -> Node | float:
+        """The node that computes `poly` in `dtype`; a number if no row scalar is in it."""
+        number = poly.as_number()
+        if number is not None:
+            return number
+        total: Node | float | None = None
+        for monomial, factor in poly.terms.items():
+            term = self._monomial(monomial, abs(factor), dtype)
+            if total is None:
+                total = term if factor > 0 else self._negate(term)
+            else:
+                total = self._sum(total, term, factor > 0)
+        assert isinstance(total, Node)
+        self.meanings.setdefault(total, poly)
+        return total
+
+    def emit_node(self, poly: Poly, dtype: torch.dtype, like: Node) -> Node:
+        """As `emit`, numbers as tensors on `like`'s device."""
+        result = self.emit(poly, dtype)
+        if isinstance(result, Node) and isinstance(value(result), torch.Tensor):
+            return result
+        return self.emitter.full([], result, dtype, like)  # type: ignore[arg-type]
+
+    def _negate(self, term: Node | float) -> Node | float:
+        return self.emitter.call(aten.neg.default, term) if isinstance(term, Node) else -term
+
+    def _sum(self, left: Node | float, right: Node | float, plus: bool) -> Node | float:
+        call = self.emitter.call
+        if isinstance(left, Node):
+            return call(aten.add.Tensor if plus else aten.sub.Tensor, left, right)
+        assert isinstance(right, Node)
+        return call(aten.add.Tensor, right if plus else self._negate(right), left)
+
+    def _monomial(self, monomial: Monomial, factor: float, dtype: torch.dtype) -> Node | float:
+        above = [(atom, power) for atom, power in monomial if power > 0]
+        below = [(atom, -power) for atom, power in monomial if power < 0]
+        result: Node | float = factor
+        for atom, power in above:
+            for _ in range(power):
+                result = self._times(result, self._as_factor(atom, dtype))
+        for atom, power in below:
+            for _ in range(power):
+                result = self._over(result, self._as_factor(atom, dtype))
+        rows = next((atom for atom, _ in above if atom in self.zero_outside), None)
+        if rows is None or not isinstance(result, Node) or len(monomial) == 1:
+            return result
+        return self._zero_where_zero(rows, result)
+
+    def _zero_where_zero(self, rows: Node, product: Node) -> Node:
+        """`product`, and 0 in the rows where its factor `rows` is 0, whatever the other factors are there."""
+        outside = self.emitter.call(aten.eq.Scalar, rows, 0)
+        zero = self.emitter.call(
+            aten.scalar_tensor.default,
+            0.0,
+            dtype=value(product).dtype,
+            device=value(product).device,
+        )
+        return self.emitter.where(outside, zero, product)
+
+    def _as_factor(self, atom: Node, dtype: torch.dtype) -> Node:
+        return self.emitter.cast(atom, dtype) if isinstance(value(atom), torch.Tensor) else atom
+
+    def _times(self, left: Node | float, right: Node) -> Node:
+        if not isinstance(left, Node):
+            return right if left == 1 else self.emitter.call(aten.mul.Tensor, right, left)
+        if not isinstance(value(left), torch.Tensor):
+            left, right = right, left
+        return self.emitter.call(aten.mul.Tensor, left, right)
+
+    def _over(self, left: Node | float, right: Node) -> Node:
+        if isinstance(left, Node):
+            return self.emitter.call(aten.div.Tensor, left, right)
+        inverse = self.emitter.call(aten.reciprocal.default, right)
+        return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
+
+
+def _under_views(node: Node) -> Node:
+    while node.op == "call_function" and node.target in RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _constant(node: Node) -> float | None:
+    """The number in a 0-dimensional constant tensor made in the graph."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.scalar_tensor.default and isinstance(node.args[0], (int, float)):
+        return float(node.args[0])
+    if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
+        return float(node.args[1])
+    return None

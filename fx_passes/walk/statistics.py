@@ -1,0 +1,92 @@
+"""Row statistics: once per root and scale, on the highest ancestor that has the scale."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form
+from fx_passes.algebra.poly import Poly
+from fx_passes.graph.facts import rank_of, shape_of, value
+from fx_passes.walk.roots import Roots
+from fx_passes.walk.row_scalars import RowScalars
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Row statistics of `y = scale * x`, each `[..., 1]`; see docs/ops.md."""
+
+    max: Poly
+    log_sum: Poly
+    mean: Poly
+    total: Poly
+
+
+def compute_dtype(x: Node | None) -> torch.dtype:
+    """float64 for float64 logits, float32 for all others."""
+    return torch.float64 if x is not None and value(x).dtype == torch.float64 else torch.float32
+
+
+class Statistics:
+    """The statistics that were asked for; `operators`: the operators made for them, each with its root."""
+
+    def __init__(self, roots: Roots, rows: RowScalars) -> None:
+        self.roots, self.rows, self.emitter = roots, rows, rows.emitter
+        self.operators: dict[Node, Node] = {}
+        self._known: dict[tuple[Node, Poly], Stats] = {}
+
+    def of(self, form: Form, scale: Poly) -> Stats:
+        """Statistics of `scale * x` for the form's logits."""
+        if form.x is None:
+            raise Refused("a softmax of a value that no logits are in")
+        return self._of(form.x, scale, form.vdim)
+
+    def any_scale(self, form: Form) -> tuple[Poly, Stats]:
+        """Statistics of any invertible scale that are there already, else of the form's own factor."""
+        for (x, scale), stats in self._known.items():
+            inverse = scale.inverse()
+            if x is form.x and inverse is not None:
+                return form.f * inverse, stats
+        return Poly.number(1.0), self.of(form, form.f)
+
+    def _of(self, x: Node, scale: Poly, vdim: int) -> Stats:
+        key = (x, scale)
+        if key not in self._known:
+            step = self.roots.steps.get(x)
+            above = self.roots.strip(x, scale) if step is not None else None
+            if step is None or above is None:
+                self._known[key] = self._emit(x, scale, vdim)
+            else:
+                whole = self._of(step.parent, above, step.vdim)
+                self._known[key] = Stats(*(self._moved(x, poly) for poly in _fields(whole)))
+        return self._known[key]
+
+    def _moved(self, x: Node, poly: Poly) -> Poly:
+        return poly.map_atoms(lambda atom: self.roots.moved(x, atom))
+
+    def _emit(self, x: Node, scale: Poly, vdim: int) -> Stats:
+        call, rank = self.emitter.call, len(shape_of(x))
+        order = None if vdim == rank - 1 else [d for d in range(rank) if d != vdim] + [vdim]
+        viewed = x if order is None else call(aten.permute.default, x, order)
+        factor, rows = scale.as_number(), None
+        if factor is None:
+            factor, rows = 1.0, self.rows.emit_node(scale, compute_dtype(x), x)
+            if order is not None and rank_of(rows):
+                rows = call(aten.permute.default, rows, order)
+        node = call(torch.ops.slime_fused.row_stats.default, viewed, rows, factor, "")
+        self.operators[node] = self.roots.root_of[x]
+        parts = [call(operator.getitem, node, at) for at in range(4)]
+        if order is not None:
+            back = [order.index(dim) for dim in range(rank)]
+            parts = [call(aten.permute.default, part, back) for part in parts]
+        return Stats(*(Poly.atom(part) for part in parts))
+
+
+def _fields(stats: Stats) -> tuple[Poly, ...]:
+    return stats.max, stats.log_sum, stats.mean, stats.total

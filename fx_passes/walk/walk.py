@@ -1,0 +1,219 @@
+"""One walk over the joint graph, in order: each node is read by the table of rules, and the answer is recorded.
+
+Nothing of the user's graph is edited here: new nodes are added that nobody uses yet, and `Account.replacements` says
+what `fuse.py` puts in place of which node once all is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form, Mask
+from fx_passes.graph.facts import value
+from fx_passes.graph.operators import CASTS, WHOLE_VIEWS, Target
+from fx_passes.graph.user_lines import source_of
+from fx_passes.outcome import FuseConfig
+from fx_passes.walk.account import Account, Refusal
+from fx_passes.walk.context import Context, dtype_name
+from fx_passes.walk.gradient import row_grad
+from fx_passes.walk.results import (
+    SOFTMAX_LABELS,
+    Instead,
+    Item,
+    Result,
+    RowValue,
+    Rule,
+    Starts,
+    full_vocabulary,
+    logits_of,
+)
+from fx_passes.walk.row_scalars import RowRule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The rules, by operator; `rules/__init__.py` has them.
+
+    Attributes:
+        rules: of operators on full-vocabulary values.
+        row_scalars: what operators mean on row scalars.
+    """
+
+    rules: Mapping[Target, Rule]
+    row_scalars: Mapping[Target, RowRule]
+
+
+class Walk:
+    """The state of one walk.
+
+    Args:
+        graph: functional, with fake values.
+        only: the roots that are taken; None while every value that could be one is.
+        barriers: nodes that are read as they are, whatever a rule would make of them.
+        never: values that are no root, whatever they look like.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        config: FuseConfig,
+        fake_mode: FakeTensorMode,
+        tables: Tables,
+        only: frozenset[Node] | None = None,
+        barriers: frozenset[Node] = frozenset(),
+        never: frozenset[Node] = frozenset(),
+    ) -> None:
+        self.graph = graph
+        self.tables = tables
+        self.barriers = barriers
+        self.context = Context(graph, config, fake_mode, tables.row_scalars, only, never)
+        self.account = Account()
+
+    def run(self) -> None:
+        nodes = list(self.graph.nodes)
+        with self.graph.inserting_before(nodes[-1]):
+            for node in nodes:
+                self.context.emitter.origin = node
+                self.context.values[node] = self._visit(node)
+
+    def root(self, node: Node) -> Node | None:
+        """The root of a full-vocabulary value of the user's."""
+        meaning = self.context.values.get(node)
+        x = logits_of(meaning) if isinstance(meaning, (Form, Mask)) else None
+        return None if x is None else self.context.roots.root_of.get(x)
+
+    # -- visiting --------------------------------------------------------------------------------
+
+    def _visit(self, node: Node) -> Result:
+        if node.op == "output" or node.target is aten.copy_.default:
+            self._return(node)
+            return node
+        if node.op != "call_function" or node in self.barriers:
+            return self._plain(node)
+        read = self.context.read
+        operands = (read(node.args), {key: read(arg) for key, arg in node.kwargs.items()})
+        try:
+            result = self._apply_rule(node, *operands)
+        except Refused as refused:
+            self._refuse(node, str(refused), operands)
+            result = None
+        return self._plain(node) if result is None else self._record(node, result)
+
+    def _apply_rule(self, node: Node, args: Any, kwargs: Any) -> Result:
+        rule = self.tables.rules.get(node.target)
+        meets = bool(full_vocabulary((args, kwargs)))
+        if rule is not None and (meets or isinstance(rule, Starts)):
+            return rule(self.context, node, *args, **kwargs)
+        if meets:
+            raise Refused(f"no rule for {node.target} on a full-vocabulary value")
+        return None
+
+    def _plain(self, node: Node) -> Node:
+        """No affair of the pass: the node stays, and so do its operands."""
+        self._keep_operands(node)
+        return self.context.emitter.adopt(node)
+
+    # -- recording -------------------------------------------------------------------------------
+
+    def _record(self, node: Node, result: Result) -> Result:
+        if isinstance(result, RowValue):
+            return self._record_row_value(node, result)
+        if isinstance(result, Instead):
+            return self._record_instead(node, result)
+        if isinstance(result, Form) and node.target in CASTS:
+            self._note_rounding(node, result)
+        return result
+
+    def _record_row_value(self, node: Node, result: RowValue) -> Node:
+        stands_in = self.context.emitter.cast(result.node, value(node).dtype)
+        self.account.replacements[node] = stands_in
+        self.context.emitter.represents[node] = stands_in
+        if result.form.x is not None:
+            root = self.context.roots.root_of[result.form.x]
+            self.account.row_values[node] = (result.label, root)
+            if result.label in SOFTMAX_LABELS:
+                self.account.softmax_roots.add(root)
+        return stands_in
+
+    def _record_instead(self, node: Node, result: Instead) -> Item:
+        for each in result.keeps:
+            self._keep(each)
+        self.account.replacements[node] = result.node
+        if result.meaning is not None:
+            return result.meaning
+        self.context.emitter.represents[node] = result.node
+        size = value(node)
+        if isinstance(size, torch.SymInt):
+            self.context.emitter.known_sizes.setdefault(size.node.expr, result.node)
+        return result.node
+
+    def _refuse(self, node: Node, reason: str, operands: object) -> None:
+        xs = [logits_of(each) for each in full_vocabulary(operands)]
+        roots = frozenset(self.context.roots.root_of[x] for x in xs if x is not None)
+        if roots:
+            self.account.refusals.append(Refusal(node, reason, roots))
+
+    def _note_rounding(self, node: Node, form: Form) -> None:
+        """A rounding of a full-vocabulary value that the rewrite leaves out."""
+        root = None if form.x is None else self.context.roots.root_of.get(form.x)
+        if root is None or form.is_affine:
+            return
+        if value(root).dtype.itemsize > value(node).dtype.itemsize:
+            text = (
+                f"{source_of(node) or 'a cast'} rounds a full-vocabulary value to {dtype_name(node)}; the rewrite keeps "
+                f"{dtype_name(root)}, since no such value is stored and the result is nearer to what the program means"
+            )
+            self.account.notes[node] = (root, text)
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def _return(self, output: Node) -> None:
+        """What the graph returns is kept; logits that it returns changed (`logits / t`) become a root of their own."""
+        for arg in output.all_input_nodes:
+            meaning = self.context.values.get(arg)
+            if isinstance(meaning, Form) and meaning.is_affine and not meaning.f.is_zero:
+                self.account.returned.add(arg)
+        self._keep_operands(output)
+
+    def _keep_operands(self, node: Node) -> None:
+        for arg in node.all_input_nodes:
+            self._keep(arg)
+
+    def _keep(self, node: Node) -> None:
+        """`node`'s value leaves: computed from its form, or by the user's node where that is as good."""
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            meaning = self.context.values.get(each)
+            if isinstance(meaning, Node) or each in self.account.kept:
+                continue
+            self.account.kept.add(each)
+            if isinstance(meaning, Form) and _is_computed(meaning, each):
+                self._leave(each, meaning)
+            else:
+                waiting += reversed(each.all_input_nodes)
+
+    def _leave(self, node: Node, form: Form) -> None:
+        assert form.x is not None
+        at, self.context.emitter.origin = self.context.emitter.origin, node
+        leaving = row_grad(self.context, form, value(node).dtype)
+        self.context.emitter.origin = at
+        root = self.context.roots.root_of[form.x]
+        self.account.gradients.update(dict.fromkeys(leaving.operators, root))
+        self.account.leaving[leaving.node] = root
+        self.account.replacements[node] = leaving.node
+
+
+def _is_computed(form: Form, node: Node) -> bool:
+    """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
+    vanishes = form.is_row and form.e.is_zero and form.x is not None
+    return node.target not in WHOLE_VIEWS and (bool(form.exps) or vanishes)
