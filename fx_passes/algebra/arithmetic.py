@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -22,6 +23,11 @@ def only_known(*forms: Form) -> None:
         raise Refused("a value that is not made from the logits is in it")
 
 
+def only_unclamped(*forms: Form) -> None:
+    if any(form.clamped for form in forms):
+        raise Refused("a clamped value may be at its lowest number there, which is not -inf")
+
+
 def common_logits(left: Form, right: Form) -> Node | None:
     if left.x is not None and right.x is not None and left.x is not right.x:
         raise Refused("values over two different logits meet")
@@ -38,12 +44,12 @@ def join(left: Form, right: Form) -> Form:
 def scaled(form: Form, factor: Poly) -> Form:
     """factor * W, coefficient by coefficient."""
     if factor.is_zero:
-        return form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=())
+        return form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=(), clamped=False)
     return form.with_(
         exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b * factor, t.extent) for t in form.exps),
         e=form.e * factor,
         f=form.f * factor,
-        hots=tuple(OneHot(t.index, t.weight * factor, t.extent) for t in form.hots),
+        hots=tuple(replace(t, weight=t.weight * factor) for t in form.hots),
         others=tuple((node, weight * factor) for node, weight in form.others),
     )
 
@@ -51,6 +57,9 @@ def scaled(form: Form, factor: Poly) -> Form:
 def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
     """W1 + W2; equal exponentials and equal columns are merged, and so are terms that share no row."""
     base = join(left, right)
+    for one, two in ((left, right), (right, left)):
+        if one.clamped and not two.is_row:
+            only_unclamped(one)
     exps = list(left.exps)
     for term in right.exps:
         _merge_exp(exps, term, zero_outside)
@@ -73,6 +82,7 @@ def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
         f=left.f + right.f,
         hots=tuple(hots),
         others=left.others + right.others,
+        clamped=left.clamped or right.clamped,
     )
 
 
@@ -97,11 +107,14 @@ def _merge_hot(hots: list[OneHot], hot: OneHot, zero_outside: Container[Node]) -
     for at, other in enumerate(hots):
         extent = other.extent.union(hot.extent) if other.extent and hot.extent else None
         if other.index == hot.index:
-            hots[at] = OneHot(hot.index, other.weight + hot.weight, extent)
+            replaces = other.replaces or hot.replaces
+            hots[at] = OneHot(hot.index, other.weight + hot.weight, extent, replaces)
             return
         apart = extent and other.extent.disjoint(hot.extent)  # type: ignore[union-attr, arg-type]
         if apart and all(node in zero_outside for node in other.index + hot.index):
-            hots[at] = OneHot(other.index + hot.index, other.weight + hot.weight, extent)
+            replaces = other.replaces or hot.replaces
+            index = other.index + hot.index
+            hots[at] = OneHot(index, other.weight + hot.weight, extent, replaces)
             return
     hots.append(hot)
 
@@ -130,11 +143,14 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     if left.is_row and left.x is None:
         return scaled(right, left.e)
     only_known(left, right)
+    _check_clamped(left, right)
     base = join(left, right)
-    exps = _times_exps(left, right) + _times_exps(right, left) + _exps_times_exps(left, right)
-    hots = [OneHot(t.index, t.weight * column(right, t.index)) for t in left.hots]
+    if left.exps and right.exps:  # its exponent may overflow where neither factor does
+        raise Refused("a product of two softmaxes")
+    exps = _times_exps(left, right) + _times_exps(right, left)
+    hots = [replace(t, weight=t.weight * column(right, t.index)) for t in left.hots]
     bare = left.with_(hots=())
-    hots += [OneHot(t.index, t.weight * column(bare, t.index)) for t in right.hots]
+    hots += [replace(t, weight=t.weight * column(bare, t.index)) for t in right.hots]
     if not left.f.is_zero and not right.f.is_zero:
         raise Refused("a square of the logits")
     result = base.with_(
@@ -143,6 +159,22 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     )
     terms = base.with_(exps=exps, hots=tuple(hots))
     return add(result, terms)
+
+
+def _check_clamped(left: Form, right: Form) -> None:
+    """A clamped value is exact beside exponentials that are zero wherever it was clamped."""
+    for one, other in ((left, right), (right, left)):
+        vanish = other.is_exp and all(_vanishes(term, one) for term in other.exps)
+        if one.clamped and not vanish:
+            only_unclamped(one)
+
+
+def _vanishes(term: Exp, affine: Form) -> bool:
+    """The exponential is zero where the affine value is -inf."""
+    scale, factor = term.scale.as_number(), affine.f.as_number()
+    if scale is not None and factor is not None:
+        return scale > 0 and factor > 0
+    return term.scale == affine.f
 
 
 def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
@@ -157,23 +189,4 @@ def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
             b = b + term.a * affine_side.f * inverse
         if not (a.is_zero and b.is_zero):
             result.append(Exp(term.scale, term.shift, a, b, term.extent))
-    return tuple(result)
-
-
-def _exps_times_exps(left: Form, right: Form) -> tuple[Exp, ...]:
-    """exp(s x - c) a * exp(s' x - c')(a' + b' y') = exp((s + s') x - c - c') a (a' + b' y')."""
-    result = []
-    for one in left.exps:
-        for two in right.exps:
-            pure, other = (one, two) if one.b.is_zero else (two, one)
-            if not pure.b.is_zero:
-                raise Refused("a product of two softmaxes that are both weighted with the logits")
-            scale = one.scale + two.scale
-            if scale.is_zero:
-                raise Refused("a quotient of two softmaxes")
-            inverse = scale.inverse()
-            if inverse is None:
-                raise Refused("a product of softmaxes with two temperatures per row")
-            b = pure.a * other.b * other.scale * inverse
-            result.append(Exp(scale, one.shift + two.shift, pure.a * other.a, b))
     return tuple(result)

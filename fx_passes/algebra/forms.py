@@ -50,11 +50,15 @@ class Exp:
 
 @dataclass(frozen=True)
 class OneHot:
-    """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension."""
+    """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension.
+
+    `replaces`: the weight takes away what was at the column, so that a sum over the vocabulary would cancel.
+    """
 
     index: tuple[Node, ...]
     weight: Poly
     extent: Extent | None = None
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Form:
     """A full-vocabulary value; `x` is the root, moved by row moves, or None where no root is involved.
 
     `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
-    logits): they take part in sums and scalings only.
+    logits): they take part in sums and scalings only. `clamped`: affine, and where it would be -inf it is some very low
+    number instead; only what an exponential of the same logits is multiplied with may be so.
     """
 
     shape: Shape
@@ -73,6 +78,7 @@ class Form:
     f: Poly = ZERO
     hots: tuple[OneHot, ...] = ()
     others: tuple[tuple[Node, Poly], ...] = ()
+    clamped: bool = False
 
     @property
     def is_row(self) -> bool:

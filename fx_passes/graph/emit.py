@@ -7,8 +7,9 @@ that the user's program computes twice cancel in the polynomials (`algebra/poly.
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -179,18 +180,33 @@ class Emitter:
 
 
 def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:
-    """Whether the kernel of `view` can show the tensor in these sizes, which its fake version may believe wrongly.
+    """Whether the kernel of `view` can show the tensor in these sizes; its fake version believes some that it cannot.
 
-    Symbolic sizes by the numbers that the graph was traced with, as every layout in a compiled graph.
+    Dimensions that lie one behind the other in memory can be cut anew, others keep their borders (ATen's
+    `computeStride`). Symbolic sizes by the numbers that the graph was traced with, as every layout in a compiled graph.
     """
-    traced = torch.empty_strided(
-        [hint(size) for size in fake.shape],
-        [hint(stride) for stride in fake.stride()],
-        dtype=fake.dtype,
-        device="meta",
-    )
-    try:
-        traced.view([hint(value(size)) for size in sizes])
-    except (RuntimeError, ValueError):
+    wanted = [hint(value(size)) for size in sizes]
+    shape = [hint(size) for size in fake.shape]
+    if math.prod(shape) != math.prod(wanted):
         return False
-    return True
+    remaining = wanted[::-1]
+    for run in _runs(shape, [hint(stride) for stride in fake.stride()]):
+        while run > 1:
+            if not remaining or run % remaining[0]:
+                return False
+            run //= remaining.pop(0)
+    return all(size == 1 for size in remaining) or 0 in shape
+
+
+def _runs(shape: list[int], strides: list[int]) -> Iterator[int]:
+    """Elements of each run of dimensions that are one behind the other in memory, the last first."""
+    run, expected = 1, None
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            yield run
+            run = 1
+        run *= size
+        expected = stride * size
+    yield run

@@ -11,7 +11,7 @@ from fx_passes.algebra.arithmetic import Refused, add
 from fx_passes.algebra.forms import Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import SizeArg, guarded_same, rank_of, same, shape_of, value
-from fx_passes.rules.indices import is_iota
+from fx_passes.rules.indices import counting_axis, is_index
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
 from fx_passes.walk.columns import column
@@ -33,7 +33,7 @@ def gather(
     sparse_grad: bool = False,
 ) -> Result:
     form = as_form(operand)
-    if dim % len(form.shape) != form.vdim or not isinstance(index, Node):
+    if dim % len(form.shape) != form.vdim or not isinstance(index, Node) or not rank_of(index):
         raise Refused("a gather over another dimension than the vocabulary")
     sizes = c.emitter.sizes(index)
     form = _first_rows(c, form, sizes)
@@ -79,7 +79,7 @@ def _row_and_column(c: Context, form: Form, indices: Sequence[Operand]) -> tuple
     if not (len(nodes) == len(indices) == lead + 1) or form.vdim != lead:
         raise Refused("the logits are indexed by something else than row number and column")
     *rows, columns = nodes
-    if rank_of(columns) != lead:
+    if rank_of(columns) != lead or not all(map(is_index, nodes)):
         raise Refused("the logits are indexed by something else than row number and column")
     if not all(_counts_rows(each, dim, columns) for dim, each in enumerate(rows)):
         raise Refused("the logits are indexed by something else than row number and column")
@@ -90,16 +90,15 @@ def _row_and_column(c: Context, form: Form, indices: Sequence[Operand]) -> tuple
 
 def _counts_rows(rows: Node, dim: int, columns: Node) -> bool:
     """0, 1, 2, ... along `dim` of the columns."""
-    shape, lead = shape_of(rows), rank_of(columns)
-    place = dim - lead + len(shape)
-    along = [at for at, size in enumerate(shape) if not same(size, 1)]
-    counted = is_iota(rows) and along in ([place], [])
-    return counted and guarded_same(shape[place], shape_of(columns)[dim])
+    place = dim - rank_of(columns) + rank_of(rows)
+    counted = place >= 0 and counting_axis(rows) == place
+    return counted and guarded_same(shape_of(rows)[place], shape_of(columns)[dim])
 
 
 def _from_the_end(c: Context, form: Form, columns: Node) -> Node:
     """Indexing takes -1 for the last column; gather does not."""
     call = c.emitter.call
+    columns = c.emitter.cast(columns, torch.int64)
     counted = call(aten.add.Tensor, columns, c.known_size(form.shape[form.vdim]))
     return c.emitter.where(call(aten.lt.Scalar, columns, 0), counted, columns)
 
@@ -185,8 +184,8 @@ def _weight(c: Context, form: Form, src: Operand) -> Poly:
 def _with_column(c: Context, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
     if not accumulate:
         weight = weight - column(c, form, (index,))
-    hot = form.with_(exps=(), e=ZERO, f=ZERO, hots=(OneHot((index,), weight),))
-    return add(form, hot, c.rows.zero_outside)
+    hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))
+    return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 
 
 def _put_back(c: Context, form: Form, rows: Form) -> Form:

@@ -9,12 +9,12 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused, add, scaled
-from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
+from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import rank_of, same, shape_of, value
 from fx_passes.graph.operators import SAME_VALUE
-from fx_passes.rules.indices import is_iota
-from fx_passes.rules.operands import form_beside, pair
+from fx_passes.rules.indices import counting_axis, is_integer
+from fx_passes.rules.operands import form_beside, masked_column, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -29,14 +29,14 @@ Seen = tuple[Guard, bool]
 # -- comparisons --------------------------------------------------------------------------------------
 
 
-def compare(guards: Callable[[Form, float], Seen | None]) -> Callable[..., Result]:
+def compare(guards: Callable[[Node, Form, float], Seen | None]) -> Callable[..., Result]:
     def rule(c: Context, node: Node, operand: Operand, other: Operand) -> Result:
         number = as_number(other)
         if isinstance(other, Node):
             poly = c.rows.operand(other, 0)
             number = poly.as_number() if poly is not None else None
         if isinstance(operand, Form) and number is not None:
-            known = guards(operand, number)
+            known = None if operand.clamped else guards(node, operand, number)
             if known is not None:
                 return Mask(known[0], operand, known[1])
         raise Refused("a comparison over the vocabulary that is not a known guard")
@@ -44,31 +44,33 @@ def compare(guards: Callable[[Form, float], Seen | None]) -> Callable[..., Resul
     return rule
 
 
-def is_zero(form: Form, number: float) -> Seen | None:
+def is_zero(node: Node, form: Form, number: float) -> Seen | None:
     if form.is_exp and number == 0:
         return Guard.NULL, False
     return (Guard.MINUS_INF, False) if form.is_affine and number == -math.inf else None
 
 
-def is_not_zero(form: Form, number: float) -> Seen | None:
-    seen = is_zero(form, number)
+def is_not_zero(node: Node, form: Form, number: float) -> Seen | None:
+    seen = is_zero(node, form, number)
     return None if seen is None else (seen[0], not seen[1])
 
 
-def at_least(form: Form, number: float) -> Seen | None:
+def at_least(node: Node, form: Form, number: float) -> Seen | None:
     """`x >= finfo.min` fails only for -inf (and NaN)."""
-    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(form) else None
+    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None
 
 
-def above(form: Form, number: float) -> Seen | None:
-    return (Guard.NULL, True) if form.is_exp and number == 0 else at_least(form, number)
+def above(node: Node, form: Form, number: float) -> Seen | None:
+    """`x > number` for a number below finfo.min; `p > 0`."""
+    if form.is_exp and number == 0:
+        return Guard.NULL, True
+    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node) else None
 
 
-def _lowest(form: Form) -> float:
-    """The smallest finite logit; bfloat16's stands for float32's."""
-    if form.x is None:
-        return -math.inf
-    return max(torch.finfo(value(form.x).dtype).min, torch.finfo(torch.bfloat16).min)
+def _lowest(node: Node) -> float:
+    """The smallest finite number in the dtype of what is compared."""
+    dtype = value(node.args[0]).dtype
+    return torch.finfo(dtype).min if dtype.is_floating_point else -math.inf
 
 
 def isnan(c: Context, node: Node, operand: Operand) -> Result:
@@ -89,13 +91,14 @@ def equals(c: Context, node: Node, left: Operand, right: Operand) -> Result:
     if not (len(shape) >= 2 and c.is_vocabulary(shape[-1])):
         return None
     for columns, index in ((left, right), (right, left)):
-        iota = isinstance(columns, Node) and is_iota(columns)
-        if not iota or not same(shape_of(columns)[-1], shape[-1]):
+        if not isinstance(columns, Node) or not isinstance(index, Node) or not rank_of(index):
             continue
-        if isinstance(index, Node) and rank_of(index):
-            index = c.emitter.align(index, len(shape))
-            if same(shape_of(index)[-1], 1):
-                return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
+        last = counting_axis(columns) == rank_of(columns) - 1
+        if not last or not same(shape_of(columns)[-1], shape[-1]) or not is_integer(index):
+            continue
+        index = c.emitter.align(index, len(shape))
+        if same(shape_of(index)[-1], 1):
+            return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
     return None
 
 
@@ -126,34 +129,55 @@ def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Op
     if isinstance(condition, Mask):
         if condition.negated:
             condition, chosen, other = condition.invert(), other, chosen
-        return _where_guard(c, condition, chosen, other)
+        return _where_guard(c, node, condition, chosen, other)
     return _where_rows(c, node, condition, chosen, other)
 
 
-def _where_guard(c: Context, mask: Mask, inside: Operand, outside: Operand) -> Result:
+def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: Operand) -> Result:
     """The value at the guarded elements is what the form has there anyway, or the mask is the row's column."""
-    like = mask.form
+    shape = shape_of(node)
+    if len(shape) != len(mask.form.shape) and mask.index is not None:
+        vdim = mask.form.vdim + len(shape) - len(mask.form.shape)
+        index = c.emitter.align(mask.index, len(shape))
+        mask = Mask(mask.guard, mask.form.with_(shape=shape, vdim=vdim), mask.negated, index)
     if isinstance(inside, Form) or isinstance(outside, Form):
-        wide = inside if isinstance(inside, Form) and inside.x is not None else outside
-        like = wide if isinstance(wide, Form) else mask.form
-    left, right = form_beside(c, inside, like), form_beside(c, outside, like)
+        left, right = pair(c, node, inside, outside)
+    else:
+        left, right = (form_beside(c, each, mask.form) for each in (inside, outside))
     if mask.guard is Guard.COLUMN:
         return _at_column(c, mask, left, right)
     constant = left.e.as_number() if left.is_row else None
     if mask.guard is Guard.NAN and constant is not None and math.isnan(constant):
-        return right
+        if right == mask.form:
+            return right
+        raise Refused("where another value is NaN, NaN is put")
     if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:
-        return right
+        if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
+            return right
+        raise Refused(f"where {mask.guard.value}, another value is put to zero")
     raise Refused(f"where {mask.guard.value}, another value than the limit is put")
+
+
+def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
+    """The exponential is zero, or as good as zero, exactly where the mask holds."""
+    form = mask.form
+    if mask.guard is Guard.NULL:  # of one softmax, which no weight makes zero
+        (*others, guarded) = form.exps
+        plain = not others and guarded.b.is_zero and c.rows.is_positive(guarded.a)
+        return plain and (term.scale, term.shift) == (guarded.scale, guarded.shift)
+    if (term.scale, term.shift) == (form.f, -form.e):
+        return True
+    scale, factor = term.scale.as_number(), form.f.as_number()
+    both = scale is not None and factor is not None and scale > 0 and factor > 0
+    return both and form.e.is_zero
 
 
 def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
-    assert mask.index is not None
-    index = (mask.index,)
-    weight = column(c, inside, index) - column(c, outside, index)
-    hot = outside.with_(exps=(), e=ZERO, f=ZERO, hots=(OneHot(index, weight),))
-    return add(outside, hot, c.rows.zero_outside)
+    at, hit = masked_column(c, mask)
+    weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit
+    hot = OneHot((at,), weight, replaces=bool(outside.exps))
+    return add(outside, outside.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 
 
 def _where_rows(
@@ -182,10 +206,10 @@ def _masked(form: Form, rows: Poly) -> Form:
 def clamp_min(
     c: Context, node: Node, operand: Operand, low: Operand = None, high: Operand = None
 ) -> Result:
-    """clamp(min=finfo.min): nothing but -inf is below in the dtype of the logits."""
+    """clamp(min=finfo.min): nothing but -inf is below in the dtype of the value."""
     number = as_number(low)
     if not isinstance(operand, Form) or high is not None or number is None:
         raise Refused("a clamp over the vocabulary from above, or to a value per row")
-    if at_least(operand, number):
-        return operand
-    raise Refused("a clamp over the vocabulary changes values")
+    if not at_least(node, operand, number):
+        raise Refused("a clamp over the vocabulary changes values")
+    return operand.with_(clamped=True)

@@ -5,39 +5,84 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from fx_passes.graph.facts import Shape, rank_of, same, shape_of, value
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_LOOKED_THROUGH = {
-    aten.view.default,
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.alias.default,
-    aten.clone.default,
-    prims.convert_element_type.default,
-}
+_SAME = {aten.alias.default, aten.detach.default, aten.clone.default}
+_EXACT = {torch.int32, torch.int64}
 
 
-def is_iota(node: object) -> bool:
-    """0, 1, 2, ... along its only dimension that is not 1, seen through views, integer casts and slices from 0."""
-    while isinstance(node, Node) and node.op == "call_function":
-        if node.target is prims.iota.default:
-            return bool(node.kwargs.get("start", 0) == 0 and node.kwargs.get("step", 1) == 1)
-        from_zero = node.args[2:3] in ((), (0,), (None,)) and len(node.args) < 5
-        if node.target is aten.slice.Tensor and not from_zero:
-            return False
-        if node.target is not aten.slice.Tensor and node.target not in _LOOKED_THROUGH:
-            return False
-        node = node.args[0]
-    return False
+def is_integer(node: Node) -> bool:
+    """Holds whole numbers: what an index, or what a column's number is compared with, must be."""
+    dtype = getattr(value(node), "dtype", torch.float32)
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def is_index(node: Node) -> bool:
+    """Names elements; torch takes bytes and booleans for masks."""
+    return getattr(value(node), "dtype", None) in _EXACT
+
+
+def counting_axis(node: Node) -> int | None:
+    """The dimension along which `node` counts 0, 1, 2, ..., the same in all others; None where it does not."""
+    path = []
+    while node.op == "call_function" and node.target is not prims.iota.default:
+        if not isinstance(node.args[0] if node.args else None, Node):
+            return None
+        path.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op != "call_function" or node.kwargs.get("start", 0) != 0:
+        return None
+    if node.kwargs.get("step", 1) != 1 or value(node).dtype not in _EXACT:
+        return None
+    axis: int | None = 0
+    for moved in reversed(path):
+        axis = None if axis is None else _moved_axis(moved, axis)
+    return axis
+
+
+def _moved_axis(node: Node, axis: int) -> int | None:
+    """Where an operator leaves the dimension that counts."""
+    target, inner = node.target, shape_of(node.args[0])
+    shape, rank = shape_of(node), rank_of(node)
+    if target in _SAME or target is prims.convert_element_type.default:
+        return axis if value(node).dtype in _EXACT else None
+    if target is aten.unsqueeze.default:
+        return axis + int(node.args[1] % rank <= axis)  # type: ignore[operator]
+    if target is aten.expand.default:
+        place = axis + rank - len(inner)
+        return place if same(shape[place], inner[axis]) else None
+    if target is aten.slice.Tensor:
+        return axis if node.args[1] % rank != axis or _from_zero(node) else None  # type: ignore[operator]
+    if target is aten.view.default:
+        return _viewed_axis(inner, shape, axis)
+    return None
+
+
+def _from_zero(node: Node) -> bool:
+    return node.args[2:3] in ((), (0,), (None,)) and node.args[4:5] in ((), (1,))
+
+
+def _viewed_axis(inner: Shape, shape: Shape, axis: int) -> int | None:
+    """A view that only puts dimensions of size 1 around the one that counts."""
+    alone = all(same(size, 1) for at, size in enumerate(inner) if at != axis)
+    places = [at for at, size in enumerate(shape) if not same(size, 1)]
+    if not alone or len(places) != 1 or not same(shape[places[0]], inner[axis]):
+        return None
+    return places[0]
 
 
 def rolled_by(index: object, size: object) -> int | None:
-    """k where `index` is `fmod(iota(n) + k, n)`."""
+    """k where `index` is `fmod(iota(n) + k, n)` for n = `size`."""
     if not isinstance(index, Node) or index.target is not aten.fmod.Scalar or index.args[1] != size:
         return None
     added = index.args[0]
     if not isinstance(added, Node) or added.target is not aten.add.Tensor:
         return None
-    shift = added.args[1]
-    return shift if isinstance(shift, int) and is_iota(added.args[0]) else None
+    counted, shift = added.args[:2]
+    whole = isinstance(counted, Node) and counting_axis(counted) == 0 and rank_of(counted) == 1
+    if not whole or not same(shape_of(counted)[0], size) or not isinstance(shift, int):
+        return None
+    return shift if shift >= 0 else None

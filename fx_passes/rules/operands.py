@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
-from fx_passes.algebra.poly import ONE, ZERO
+from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand
+
+aten = torch.ops.aten
 
 
 def form_beside(c: Context, operand: Operand, like: Form) -> Form:
     """An operand beside `like`: a form, or a row scalar spread over the vocabulary."""
     if isinstance(operand, Mask):
-        return mask_form(operand)
+        return mask_form(c, operand)
     if isinstance(operand, Form):
         if len(operand.shape) != len(like.shape):
             raise Refused("an operand varies over the vocabulary and is not made from the logits")
@@ -23,11 +26,23 @@ def form_beside(c: Context, operand: Operand, like: Form) -> Form:
     return Form(like.shape, like.vdim, e=c.operand(operand, like))
 
 
-def mask_form(mask: Mask) -> Form:
+def mask_form(c: Context, mask: Mask) -> Form:
     """A column mask counts as one at its column."""
-    if mask.guard is not Guard.COLUMN or mask.negated or mask.index is None:
+    if mask.guard is not Guard.COLUMN or mask.negated:
         raise Refused(f"a mask is used as a number: {mask.guard.value}")
-    return mask.form.with_(x=None, exps=(), e=ZERO, f=ZERO, hots=(OneHot((mask.index,), ONE),))
+    index, hit = masked_column(c, mask)
+    return mask.form.with_(x=None, exps=(), e=ZERO, f=ZERO, hots=(OneHot((index,), hit),))
+
+
+def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:
+    """The column of `[v == index]`, 0 where there is none, and 1 or 0: an index that is compared may miss."""
+    assert mask.index is not None, mask
+    call, index = c.emitter.call, c.emitter.cast(mask.index, torch.int64)
+    inside = call(aten.lt.Scalar, index, c.size_of(mask.form, mask.form.vdim))
+    hits = call(aten.bitwise_and.Tensor, call(aten.ge.Scalar, index, 0), inside)
+    zero = c.emitter.full([], 0, torch.int64, index)
+    hit = c.rows.place(c.emitter.cast(hits, torch.float32))
+    return c.emitter.where(hits, index, zero), Poly.atom(hit)
 
 
 def pair(c: Context, node: Node, left: Operand, right: Operand) -> tuple[Form, Form]:

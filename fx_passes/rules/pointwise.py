@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, product, scaled
+from fx_passes.algebra.arithmetic import Refused, add, only_unclamped, product, scaled
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
@@ -20,6 +20,8 @@ from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
 
+SMALL = 1e-6
+
 
 def same_value(c: Context, node: Node, operand: Form | Mask, *_: object, **__: object) -> Result:
     return operand
@@ -27,7 +29,7 @@ def same_value(c: Context, node: Node, operand: Form | Mask, *_: object, **__: o
 
 def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> Result:
     if isinstance(operand, Mask):
-        return mask_form(operand)
+        return mask_form(c, operand)
     if not is_float_tensor(node):
         raise Refused("a full-vocabulary value is cast to integers")
     return as_form(operand)
@@ -93,7 +95,7 @@ def _towards(c: Context, form: Form, term: Exp, towards: Form) -> Exp:
         log_sum = c.stats(form, term.scale).log_sum
         if other.shift - term.shift == log_sum:
             assert form.x is not None
-            factor = Poly.atom(c.mass(log_sum, form.x))
+            factor = Poly.atom(c.mass(ZERO, log_sum, form.x))
             return Exp(term.scale, other.shift, term.a * factor, term.b * factor, term.extent)
     return term
 
@@ -111,7 +113,7 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
         if not isinstance(mask, Mask) or isinstance(other, (Form, Mask)):
             continue
         if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
-            return mask.form.with_(exps=(), e=ZERO, f=ZERO, hots=())
+            return scaled(mask.form, ZERO)
     return times(c, *pair(c, node, left, right))
 
 
@@ -168,7 +170,10 @@ def exp(c: Context, node: Node, operand: Operand) -> Result:
         return form.with_(e=_exp_of_row(c, form))
     if not form.is_affine:
         raise Refused("exp of a value that is not linear in the logits")
-    return form.with_(exps=(_exponential(c, form, ONE),), e=ZERO, f=ZERO)
+    factor = form.f.as_number()
+    if form.clamped and (factor is None or factor < SMALL):  # exp of the lowest number must be 0
+        only_unclamped(form)
+    return form.with_(exps=(_exponential(c, form, ONE),), e=ZERO, f=ZERO, clamped=False)
 
 
 def _exp_of_row(c: Context, form: Form) -> Poly:

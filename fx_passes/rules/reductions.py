@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_known, scaled
+from fx_passes.algebra.arithmetic import Refused, only_known, only_unclamped, scaled
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.facts import SizeArg, same, shape_of
+from fx_passes.graph.facts import SizeArg, is_float_tensor, same, shape_of
 from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
@@ -45,7 +45,7 @@ def sum_(
     over = _reduced_dims(form, dims)
     if form.vdim not in over:
         raise Refused("rows of full-vocabulary values are summed")
-    if form.x is None and form.is_row and not form.e.atoms():
+    if form.x is None and (not is_float_tensor(node) or not (form.e.atoms() or form.hots)):
         return None
     poly, label = row_sum(c, form)
     return _then_rows(c, node, form, poly, label, over, keepdim)
@@ -105,6 +105,9 @@ def _then_rows(
 def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
     """sum_v W: exponentials by their statistics, the affine part by the total, columns by their weights."""
     only_known(form)
+    only_unclamped(form)
+    if form.exps and any(hot.replaces for hot in form.hots):
+        raise Refused("a softmax without one of its columns is summed, which would cancel")
     total, label = ZERO, "row value"
     for term in form.exps:
         total += _exp_sum(c, form, term)
@@ -134,12 +137,12 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     """sum_v exp(y - c)(a + b y) = exp(max + log_sum - c) (a + b (mean + max))."""
     assert form.x is not None
     stats = c.stats(form, term.scale)
-    weighted = term.a + term.b * (stats.mean + stats.max)
-    exponent = (stats.max - term.shift) + stats.log_sum
-    if exponent.is_zero:
+    weighted = c.statistics.centered(form.x, term.a + term.b * (stats.mean + stats.max))
+    height = stats.max - term.shift
+    if (height + stats.log_sum).is_zero:
         return weighted
     dtype = compute_dtype(form.x)
-    mass = c.mass(exponent, form.x)
+    mass = c.mass(height, stats.log_sum, form.x)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
     null = c.emitter.call(aten.eq.Scalar, mass, 0)
@@ -196,6 +199,7 @@ def _maximum(c: Context, form: Form, dims: Operand) -> Poly:
         raise Refused("a maximum over other dimensions than the vocabulary")
     if not form.is_affine or form.f.is_zero:
         raise Refused("a maximum of a value that is not linear in the logits")
+    only_unclamped(form)
     return c.stats(form, form.f).max + form.e
 
 

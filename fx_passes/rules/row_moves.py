@@ -43,14 +43,6 @@ def row_form(operand: Operand) -> Form:
     raise Refused("full-vocabulary rows meet a value that no logits are in")
 
 
-def all_rows(c: Context, form: Form, atom: Node) -> Node:
-    """A row scalar of `form` spread over all its rows (its columns, usually one, stay)."""
-    atom = c.emitter.align(atom, len(form.shape))
-    sizes = c.lead_sizes(form)
-    sizes[form.vdim] = c.emitter.size(atom, form.vdim)
-    return c.emitter.expand(atom, sizes)
-
-
 def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: Move) -> Form:
     """`form` over `x`, every row scalar in it moved."""
     only_known(form)
@@ -68,7 +60,11 @@ def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: M
         tuple(Exp(poly(t.scale), poly(t.shift), poly(t.a), poly(t.b)) for t in form.exps),
         poly(form.e),
         poly(form.f),
-        tuple(OneHot(tuple(change(i) for i in t.index), poly(t.weight)) for t in form.hots),
+        tuple(
+            OneHot(tuple(change(i) for i in t.index), poly(t.weight), None, t.replaces)
+            for t in form.hots
+        ),
+        clamped=form.clamped,
     )
 
 
@@ -244,7 +240,7 @@ def reshape_rows(c: Context, form: Form, shape: Sequence[Size], sizes: Sequence[
     after = [1 if at == vdim else size for at, size in enumerate(sizes)]
 
     def move(atom: Node) -> Node:
-        atom = all_rows(c, form, atom)
+        atom = c.spread(form, atom)
         return c.emitter.reshape(atom, _with(after, vdim, c.emitter.size(atom, form.vdim)))
 
     def back(atom: Node) -> Node:
@@ -372,7 +368,7 @@ def roll(c: Context, form: Form, indices: Sequence[Operand]) -> Form:
         raise Refused("rows are picked by an index")
 
     def move(atom: Node) -> Node:
-        return _rolled(c, all_rows(c, form, atom), dim, size, shift)
+        return _rolled(c, c.spread(form, atom), dim, size, shift)
 
     def back(atom: Node) -> Node:
         return _rolled(c, atom, dim, size, -shift)

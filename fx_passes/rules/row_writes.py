@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_known, scaled
+from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclamped, scaled
 from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, same, same_shape, shape_of
 from fx_passes.rules.row_moves import (
     END,
     Bound,
-    all_rows,
     bounds,
     reshape_rows,
     row_form,
@@ -96,7 +95,8 @@ def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key
     at: object = 0
     kind = steps[0].key[0]
     for step in steps:
-        if kind not in ("slice", "select") or step.key[:3] != (kind, dim, at):
+        one_by_one = kind == "select" or step.key[4:] == (1,)
+        if kind not in ("slice", "select") or step.key[:3] != (kind, dim, at) or not one_by_one:
             raise Refused("pieces are joined in another order than they were taken")
         at = step.key[2] + 1 if kind == "select" else step.key[3]  # type: ignore[operator]
     parent = steps[0].parent
@@ -160,6 +160,7 @@ class _Embedding:
 
     def __init__(self, c: Context, form: Form, parent: Form, back: Callable[[Node], Node]) -> None:
         only_known(form)
+        only_unclamped(form)
         self.c, self.inner, self.parent, self.back = c, form, parent, back
 
     def form(self, extent: Extent | None) -> Form:
@@ -172,7 +173,7 @@ class _Embedding:
             e=vanishing(self.inner.e),
             f=vanishing(self.inner.f),
             hots=tuple(
-                OneHot(tuple(map(self._index, t.index)), vanishing(t.weight), extent)
+                OneHot(tuple(map(self._index, t.index)), vanishing(t.weight), extent, t.replaces)
                 for t in self.inner.hots
             ),
         )
@@ -210,4 +211,4 @@ class _Embedding:
         return None if self.inner.x is None else self.c.roots.stripped(self.inner.x, atom)
 
     def _place(self, node: Node) -> Node:
-        return self.c.rows.place(self.back(all_rows(self.c, self.inner, node)))
+        return self.c.rows.place(self.back(self.c.spread(self.inner, node)))

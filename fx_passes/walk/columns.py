@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_known
+from fx_passes.algebra.arithmetic import Refused, only_known, only_unclamped
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.facts import same, shape_of
+from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.walk.context import Context
 from fx_passes.walk.statistics import compute_dtype
 
@@ -26,10 +26,14 @@ def index_node(c: Context, index: tuple[Node, ...]) -> Node:
 def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     """W at one column (or K columns) per row."""
     only_known(form)
+    only_unclamped(form)
     dtype, chosen = compute_dtype(form.x), index_node(c, index)
     taken = ZERO
     if form.x is not None and (form.exps or not form.f.is_zero):
-        taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, chosen), dtype))
+        everywhere = c.spread(
+            form, c.emitter.cast(chosen, torch.int64)
+        )  # gather reads rows that the index has
+        taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
     result = ZERO
     if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
         result = _affine_column(c, form.f, taken, dtype)
@@ -52,8 +56,15 @@ def _affine_column(c: Context, f: Poly, taken: Poly, dtype: torch.dtype) -> Poly
     return Poly.atom(c.emitter.where(off, zero, scaled))  # type: ignore[arg-type]
 
 
+def _scaled(c: Context, taken: Poly, scale: Poly, dtype: torch.dtype) -> Poly:
+    """scale * x at the column; as the operators, a row whose scale is 0 does not look at x."""
+    return (
+        taken * scale if scale.as_number() is not None else _affine_column(c, scale, taken, dtype)
+    )
+
+
 def _exp_column(c: Context, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
-    y = taken * term.scale
+    y = _scaled(c, taken, term.scale, dtype)
     exponent = c.rows.emit(y - term.shift, dtype)
     probability = c.emitter.call(aten.exp.default, exponent)
     factor = Poly.atom(probability) * (term.a + term.b * y)
@@ -68,12 +79,28 @@ def _exp_column(c: Context, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
 def _hot_column(
     c: Context, hot: OneHot, index: tuple[Node, ...], form: Form, dtype: torch.dtype
 ) -> Poly:
-    if hot.index == index:
+    if hot.index == index and all(same(shape_of(node)[form.vdim], 1) for node in index):
         return hot.weight
     mine, theirs = index_node(c, hot.index), index_node(c, index)
-    if not all(same(shape_of(node)[form.vdim], 1) for node in (mine, theirs)):
-        raise Refused("columns of two different index tensors meet")
-    hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
     held = c.rows.emit_node(hot.weight, dtype, mine)
     zero = c.rows.emit_node(ZERO, dtype, mine)
-    return Poly.atom(c.emitter.where(hit, held, zero))
+    counts = [shape_of(node)[form.vdim] for node in (mine, theirs)]
+    if all(same(count, 1) for count in counts):
+        hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
+        return Poly.atom(c.emitter.where(hit, held, zero))
+    if hint(counts[0]) * hint(counts[1]) > hint(form.shape[form.vdim]):
+        raise Refused("many columns of two index tensors meet")
+    return Poly.atom(_sum_of_hits(c, form.vdim, mine, theirs, held, zero))
+
+
+def _sum_of_hits(c: Context, vdim: int, mine: Node, theirs: Node, held: Node, zero: Node) -> Node:
+    """For each of `theirs` the sum of what is held at equal ones of `mine`: an index may name a column twice."""
+    call = c.emitter.call
+    if rank_of(held):
+        held = call(aten.unsqueeze.default, held, vdim)
+    left, right = (
+        call(aten.unsqueeze.default, mine, vdim),
+        call(aten.unsqueeze.default, theirs, vdim + 1),
+    )
+    hits = c.emitter.where(call(aten.eq.Tensor, left, right), held, zero)
+    return call(aten.sum.dim_IntList, hits, [vdim + 1])

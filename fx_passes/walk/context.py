@@ -109,8 +109,9 @@ class Context:
 
     def emit_rows(self, poly: Poly, form: Form, node: Node) -> Node:
         """`poly` as a node in the form's compute dtype; `node` is the user's, for the device."""
-        like = form.x if form.x is not None else node
-        return self.rows.emit_node(poly, compute_dtype(form.x), like)
+        if form.x is not None:
+            return self.rows.emit_node(poly, compute_dtype(form.x), form.x)
+        return self.rows.emit_node(poly, compute_dtype(node), node)
 
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
         """`node` computes a row scalar: emit it with the node's shape."""
@@ -123,9 +124,9 @@ class Context:
             self.rows.meanings[result] = poly
         return RowValue(result, label, form)
 
-    def mass(self, exponent: Poly, x: Node) -> Node:
-        """exp(exponent), a row's sum of exponentials over `x`."""
-        return self.rows.mass(exponent, compute_dtype(x), x)
+    def mass(self, height: Poly, log_sum: Poly, x: Node) -> Node:
+        """exp(height + log_sum), a row's sum of exponentials over `x`."""
+        return self.rows.mass(height, log_sum, compute_dtype(x), x)
 
     # -- sizes -----------------------------------------------------------------------------------
 
@@ -156,6 +157,13 @@ class Context:
         """V, as a number or the node that computes it."""
         size = self.size_of(form, form.vdim)
         return Poly.atom(size) if isinstance(size, Node) else Poly.number(float(size))
+
+    def spread(self, form: Form, atom: Node) -> Node:
+        """A row scalar of `form` over all its rows (its columns, usually one, stay)."""
+        atom = self.emitter.align(atom, len(form.shape))
+        sizes = self.lead_sizes(form)
+        sizes[form.vdim] = self.emitter.size(atom, form.vdim)
+        return self.emitter.expand(atom, sizes)
 
     # -- the logits ------------------------------------------------------------------------------
 

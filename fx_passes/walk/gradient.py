@@ -80,12 +80,16 @@ def _in_backward(c: Context) -> bool:
 def _saved_softmax(c: Context, form: Form, dtype: torch.dtype) -> Leaving | None:
     """With save="softmax": exp(y - shift) made in forward; the gradient is computed from it and may overwrite it.
 
-    None where it would not serve: several softmaxes, logits in the gradient, a shift that only backward knows.
+    None where it would not serve: several softmaxes, logits in the gradient, a shift that only backward knows; and
+    where it would be rounded too far: an exponential that is no probability, float16.
     """
     single = len(form.exps) == 1 and form.f.is_zero
     if c.config.save != "softmax" or not single or not _in_backward(c):
         return None
     (term,) = form.exps
+    stats = c.stats(form, term.scale)
+    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
+        return None
     if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):
         return None
     softmax = form.with_(exps=(Exp(term.scale, term.shift, ONE),), e=ZERO, hots=(), others=())
@@ -122,7 +126,15 @@ class _Packer:
         """[..., 3]"""
         e, f = self.form.e, self.form.f
         center = ZERO if f.is_zero else _center(-e, ZERO)
-        return self._joined([self._cell(f), self._cell(center), self._cell(e + center)])
+        return self._joined([self._cell(f), self._cell(center), self._constant_part(e, f, center)])
+
+    def _constant_part(self, e: Poly, f: Poly, center: Poly) -> Node:
+        """e + center beside `f x - center`; a row whose f is 0 has e alone."""
+        beside = self._cell(e + center)
+        if f.as_number() is not None or center.is_zero:
+            return beside
+        off = self.c.emitter.call(aten.eq.Scalar, self._cell(f), 0)
+        return self.c.emitter.where(off, self._cell(e), beside)
 
     def columns(self) -> tuple[Node, Node]:
         """index and weight, [..., M]"""
@@ -142,8 +154,10 @@ class _Packer:
 
     def _coefficients(self, term: Exp) -> tuple[Poly, ...]:
         """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
+        assert self.form.x is not None
         center = _center(term.shift, self.c.stats(self.form, term.scale).max)
-        return term.scale, center, term.shift - center, term.a + term.b * center, term.b
+        a = self.c.statistics.centered(self.form.x, term.a + term.b * center)
+        return term.scale, center, term.shift - center, a, term.b
 
     def _sizes(self, columns: SizeArg) -> list[SizeArg]:
         sizes = list(self.lead)

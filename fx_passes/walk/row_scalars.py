@@ -160,9 +160,12 @@ class RowScalars:
         while atom.op == "call_function" and atom.target in RESHAPES:
             views.append(atom)
             atom = atom.args[0]  # type: ignore[assignment]
-        if atom.op != "call_function" or atom.target is not aten.exp.default:
+        if atom in self.masses:
+            poly = self.masses[atom]
+        elif atom.op == "call_function" and atom.target is aten.exp.default:
+            poly = self.meaning(atom.args[0])  # type: ignore[arg-type]
+        else:
             return None
-        poly = self.meaning(atom.args[0])  # type: ignore[arg-type]
         for view in reversed(views):
             poly = self._reshaped(poly, self.view_sizes(view))
         return poly
@@ -179,16 +182,34 @@ class RowScalars:
         assert isinstance(argument, Node)
         return self.emitter.reshape(self._representative(argument), self.emitter.sizes(atom))
 
-    def mass(self, exponent: Poly, dtype: torch.dtype, like: Node) -> Node:
-        """exp(exponent), a row's sum of exponentials; remembered, so that dividing by it is subtracting its log."""
-        node = self.emitter.call(aten.exp.default, self.emit_node(exponent, dtype, like))
-        self.masses[node] = exponent
+    def mass(self, height: Poly, log_sum: Poly, dtype: torch.dtype, like: Node) -> Node:
+        """exp(height + log_sum), a row's sum of exponentials, the largest of which is exp(height).
+
+        Remembered, so that dividing by it is subtracting its log. As a product, since the sum in the exponent would be
+        rounded to the places of the larger.
+        """
+        factors = [
+            self.emitter.call(aten.exp.default, self.emit_node(part, dtype, like))
+            for part in (height, log_sum)
+            if not part.is_zero
+        ]
+        node = factors[0] if len(factors) == 1 else self.emitter.call(aten.mul.Tensor, *factors)
+        self.meanings[node] = Poly.atom(node)
+        self.masses[node] = height + log_sum
         return node
 
     def mass_exponent(self, atom: Node) -> Poly | None:
         """The exponent of a row's sum of exponentials, seen through views."""
         known = atom in self.masses or _under_views(atom) in self.masses
         return self.exponent(atom) if known else None
+
+    def is_positive(self, poly: Poly) -> bool:
+        """Greater than zero in every row: a positive number times exponentials."""
+        single = poly.as_monomial()
+        if single is None or single[0] <= 0:
+            return False
+        inner = [_under_views(atom) for atom, _ in single[1]]
+        return all(atom.target is aten.exp.default or atom in self.masses for atom in inner)
 
     # -- rows that were written into zeros ---------------------------------------------------------
 

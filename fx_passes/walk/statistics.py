@@ -55,6 +55,28 @@ class Statistics:
                 return form.f * inverse, stats
         return Poly.number(1.0), self.of(form, form.f)
 
+    def centered(self, x: Node, poly: Poly) -> Poly:
+        """`poly` without the maxima, where they cancel: max(s y) = s max(y) for s > 0, which nobody has to compute.
+
+        What is left of them where they do not would be the difference of large numbers; then `poly` stays as it is.
+        """
+        maxima = {}
+        for (of, scale), stats in self._known.items():
+            number, single = scale.as_number(), stats.max.as_monomial()
+            if of is x and number is not None and number > 0 and single is not None:
+                maxima[single[1]] = number
+        base = next(iter(maxima), None)
+        if base is None:
+            return poly
+        rest, height, size = Poly(), 0.0, 0.0
+        for monomial, factor in poly.terms.items():
+            if monomial in maxima:
+                height += factor * maxima[monomial]
+                size += abs(factor * maxima[monomial])
+            else:
+                rest += Poly({monomial: factor})
+        return rest if abs(height) <= 1e-12 * size else poly
+
     def _of(self, x: Node, scale: Poly, vdim: int) -> Stats:
         key = (x, scale)
         if key not in self._known:

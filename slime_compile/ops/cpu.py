@@ -169,6 +169,9 @@ def _chunk_term(x: Tensor, term: Tensor, softmax: bool, z: Tensor, out: Tensor) 
     out.mul_(z.mul_(b).add_(a))
     if masked is not None:
         out.masked_fill_(masked, 0.0)
+    unread = (a == 0) & (b == 0)  # NaN or infinity there is no concern of this term
+    if unread.any():
+        out.masked_fill_(unread, 0.0)
 
 
 def _add_affine(x: Tensor, affine: Tensor, z: Tensor, out: Tensor) -> None:
@@ -184,9 +187,16 @@ def _scaled(x: Tensor, scale: Tensor | float, buffer: Tensor) -> Tensor:
     """scale * x in buffer's dtype: x itself where that is the same, else written to buffer."""
     one = bool((scale == 1).all()) if isinstance(scale, Tensor) else scale == 1
     if x.dtype == buffer.dtype and x.stride(1) == 1:
-        return x if one else torch.mul(x, scale, out=buffer)
-    buffer.copy_(x)
-    return buffer if one else buffer.mul_(scale)
+        if one:
+            return x
+        torch.mul(x, scale, out=buffer)
+    else:
+        buffer.copy_(x)
+        if not one:
+            buffer.mul_(scale)
+    if isinstance(scale, Tensor) and not scale.all():
+        buffer.masked_fill_(scale == 0, 0.0)  # whatever x is there
+    return buffer
 
 
 def _flat(value: Tensor, lead: int) -> Tensor:

@@ -8,7 +8,7 @@ fast implementations (`cpu.py`, `cuda.py`) must match them. Shapes are checked i
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "empty_rows", "row_grad", "row_grad_", "row_stats"]
+__all__ = ["compute_dtype", "empty_rows", "row_grad", "row_grad_", "row_stats", "scaled"]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +30,7 @@ def row_stats(
         `max`, `log_sum`, `mean`, `total`, each [..., 1] in the compute dtype.
     """
     compute = compute_dtype(x.dtype)
-    y = x.to(compute) * (factor if scale is None else scale.to(compute) * factor)
+    y = scaled(x.to(compute), factor if scale is None else scale.to(compute) * factor)
     top = y.amax(-1, keepdim=True)
     d = y - top  # NaN in a row with +inf, with NaN, or with nothing but -inf
     p = d.exp()
@@ -77,10 +77,17 @@ def row_grad(
 
 def _exponential_term(x: Tensor, term: Tensor, softmax: bool) -> Tensor:
     scale, center, shift, a, b = term.unsqueeze(-2).unbind(-1)
+    unread = (a == 0) & (b == 0)
     if softmax:
-        return torch.where(x == 0, 0.0, x * (a + b * (x.log() + shift)))
-    z = scale * x - center
-    return torch.where(z == -torch.inf, 0.0, (z - shift).exp() * (a + b * z))
+        return torch.where(unread | (x == 0), 0.0, x * (a + b * (x.log() + shift)))
+    z = scaled(x, scale) - center
+    return torch.where(unread | (z == -torch.inf), 0.0, (z - shift).exp() * (a + b * z))
+
+
+def scaled(x: Tensor, scale: Tensor | float) -> Tensor:
+    """scale * x; a row whose scale is 0 is a row of zeros, whatever x is there."""
+    y = x * scale
+    return torch.where(scale == 0, 0.0, y) if isinstance(scale, Tensor) else y
 
 
 def empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,553 @@
+"""Right or refused: programs whose preconditions cannot be seen in the graph, each class by several examples.
+
+Values and gradients are compared with eager code in the same dtype and with float64. Where eager code raises, so does
+the compiled function. Whether a program is fused is not asked here: `test_spellings.py` and `test_refusals.py` do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support import harness
+
+ROWS, VOCAB = 6, 37
+LOWEST = torch.finfo(torch.float32).min
+Made = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`make()` gives the arguments; floating ones that require grad get gradients."""
+
+    fn: Callable[..., Tensor]
+    make: Callable[[], Made]
+    options: tuple[dict[str, Any], ...]
+
+
+PROGRAMS: list[Any] = []
+
+
+def program(
+    about: str, make: Callable[[], Made], *options: dict[str, Any]
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        for each in options or ({},):
+            shown = "-".join(f"{key}={value}" for key, value in each.items())
+            name = f"{about}: {fn.__name__}" + (f" {shown}" if shown else "")
+            PROGRAMS.append(pytest.param(Program(fn, make, (each,)), id=name.replace(" ", "_")))
+        return fn
+
+    return enter
+
+
+def logits(*shape: int, seed: int = 0, offset: float = 0.0, grad: bool = True) -> Tensor:
+    values = torch.randn(*(shape or (ROWS, VOCAB)), generator=torch.Generator().manual_seed(seed))
+    return (3 * values + offset).requires_grad_(grad)
+
+
+def tokens(*shape: int, seed: int = 1, high: int = VOCAB) -> Tensor:
+    return torch.randint(high, shape or (ROWS,), generator=torch.Generator().manual_seed(seed))
+
+
+def some(*flags: int) -> Tensor:
+    return torch.tensor(flags or (1, 0, 1, 1, 0, 1), dtype=torch.bool)
+
+
+def with_values(x: Tensor, **values: float) -> Tensor:
+    """`x` with special values: `r2=nan` a whole row, `r2c5=-inf` an element."""
+    filled = x.detach().clone()
+    for place, special in values.items():
+        row, _, at = place.removeprefix("r").partition("c")
+        filled[int(row)] = special if not at else filled[int(row)]
+        if at:
+            filled[int(row), int(at)] = special
+    return filled.requires_grad_(x.requires_grad)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+# ---------------------------------------------------------------- rows with a zero coefficient
+
+
+@program("zero factor", lambda: (logits(), tokens(), some().float()))
+def smoothing_and_a_square(x: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+    smooth = F.cross_entropy(x, target, label_smoothing=0.1, reduction="none")
+    return smooth + keep * x.square().mean(-1)
+
+
+@program("zero factor", lambda: (logits(offset=100), some().float(), tokens()))
+def mean_log_prob_of_some_rows(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return keep * log_p.mean(-1) + x.mean(-1) - F.nll_loss(log_p, target, reduction="none")
+
+
+@program("zero factor", lambda: (logits(), torch.tensor([0.0, 1, 0, -2, 0.5, 0])))
+def a_factor_per_row_that_is_zero(x: Tensor, factor: Tensor) -> Tensor:
+    return (factor[:, None] * x).log_softmax(-1)[:, 3] + (factor[:, None] * x).logsumexp(-1)
+
+
+# ---------------------------------------------------------------- operands that are broadcast
+
+
+@program("broadcast", lambda: (logits(2, 5, VOCAB), tokens(2)))
+def one_hot_of_a_batch(x: Tensor, eos: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return (F.one_hot(eos, VOCAB)[:, None] * log_p).sum(-1)
+
+
+@program("broadcast", lambda: (logits(), tokens(1)))
+def one_hot_of_one_row(x: Tensor, eos: Tensor) -> Tensor:
+    return (F.one_hot(eos, VOCAB) * x.log_softmax(-1)).sum(-1)
+
+
+@program("broadcast", lambda: (logits(2, 5, VOCAB), tokens(5)))
+def one_hot_of_positions(x: Tensor, eos: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB) == eos[:, None]
+    return torch.where(mask, x.log_softmax(-1), 0.0).sum(-1)
+
+
+@program("broadcast", lambda: (logits(2, 5, VOCAB), logits(2, 1, VOCAB, seed=3)))
+def a_row_per_sample(x: Tensor, y: Tensor) -> Tensor:
+    return (x.softmax(-1) * y.log_softmax(-1)).sum(-1)
+
+
+@program("broadcast", lambda: (logits(2, 5, VOCAB), tokens(2, 1, 1)))
+def gather_of_the_first_row(x: Tensor, index: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, index).sum(1)
+
+
+# ---------------------------------------------------------------- masks of another value
+
+
+@program(
+    "another mask", lambda: (logits(), with_values(logits(seed=2, grad=False), r1c4=-math.inf))
+)
+def guarded_by_the_reference(x: Tensor, reference: Tensor) -> Tensor:
+    log_p, other = x.log_softmax(-1), reference.log_softmax(-1)
+    return torch.where(other == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+
+
+@program("another mask", lambda: (logits(), torch.tensor([1.0, -1, 0, 2, -2, 0.5])))
+def guarded_by_a_weighted_probability(x: Tensor, advantage: Tensor) -> Tensor:
+    weighted = x.softmax(-1) * advantage[:, None]
+    return torch.where(weighted > 0, weighted, 0.0).sum(-1)
+
+
+@program("another mask", lambda: (logits(), torch.tensor([1.0, -1, 0, 2, -2, 0.0])))
+def guarded_by_a_zero_weight(x: Tensor, weight: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    p = log_p.exp()
+    return torch.where(p * weight[:, None] == 0, 0.0, p * log_p).sum(-1)
+
+
+def filled_rows() -> Made:
+    return (with_values(logits(), r2=LOWEST, r4c3=LOWEST, r5c1=-math.inf),)
+
+
+@program("another mask", filled_rows)
+def the_lowest_number_is_not_minus_inf(x: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return torch.where(x > LOWEST, p, 0.0).sum(-1)
+
+
+@program("another mask", filled_rows)
+def at_least_the_lowest_number(x: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return torch.where(x >= LOWEST, p * p, 0.0).sum(-1)
+
+
+@program("another mask", lambda: (logits(), torch.tensor([0, -math.inf, 0, 0, -math.inf, 1])))
+def guarded_by_a_bonus(x: Tensor, bonus: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return torch.where(log_p + bonus[:, None] == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+
+
+@program("another mask", lambda: (logits(), torch.tensor([1.0, 0.0, -1.0, 2.0, 1.0, 1.0])))
+def guarded_at_another_scale(x: Tensor, scale: Tensor) -> Tensor:
+    y = with_minus_inf(x)
+    q = (scale[:, None] * x).softmax(-1)
+    return torch.where(y == -math.inf, 0.0, q).sum(-1)
+
+
+def with_minus_inf(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.arange(VOCAB) < 2, -math.inf)
+
+
+# ---------------------------------------------------------------- numbers that count rows, or columns
+
+
+@program("counting", lambda: (logits(2, VOCAB, VOCAB), tokens(2)))
+def rows_counted_not_columns(x: Tensor, last: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB)[None, :, None].expand(2, VOCAB, VOCAB) == last[:, None, None]
+    return (mask * x.log_softmax(-1)).sum(-1)
+
+
+@program("counting", lambda: (logits(), tokens()))
+def always_the_first_row(x: Tensor, target: Tensor) -> Tensor:
+    return x.log_softmax(-1)[torch.arange(1).expand(ROWS), target]
+
+
+@program("counting", lambda: (logits(VOCAB, VOCAB), tokens(VOCAB)))
+def as_many_rows_as_columns(x: Tensor, target: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB)[:, None] == target[None, :]
+    return (mask * x.log_softmax(-1)).sum(-1)
+
+
+@program("counting", lambda: (logits(), tokens()))
+def every_other_number(x: Tensor, target: Tensor) -> Tensor:
+    columns = torch.arange(2 * VOCAB)[::2]
+    return ((columns == target[:, None]) * x.log_softmax(-1)).sum(-1)
+
+
+@program("counting", lambda: (logits(), tokens()))
+def counted_from_the_end(x: Tensor, target: Tensor) -> Tensor:
+    return ((torch.arange(VOCAB).flip(0) == target[:, None]) * x.log_softmax(-1)).sum(-1)
+
+
+@program("counting", lambda: (logits(3, 4, VOCAB), tokens(3, 4)))
+def rows_in_a_square(x: Tensor, target: Tensor) -> Tensor:
+    rows = torch.arange(3)[:, None]
+    return x.log_softmax(-1)[rows, torch.arange(4)[None], target]
+
+
+# ---------------------------------------------------------------- columns that miss
+
+
+def misses() -> Made:
+    target = tokens()
+    target[1], target[4] = -100, VOCAB + 3
+    return logits(), target
+
+
+@program("miss", misses)
+def how_many_columns_hit(x: Tensor, target: Tensor) -> Tensor:
+    hits = (torch.arange(VOCAB) == target[:, None]).float().sum(-1)
+    return hits * x.logsumexp(-1)
+
+
+@program("miss", misses)
+def log_prob_or_nothing(x: Tensor, target: Tensor) -> Tensor:
+    return ((torch.arange(VOCAB) == target[:, None]) * x.log_softmax(-1)).sum(-1)
+
+
+@program("miss", misses)
+def chosen_where_there_is_one(x: Tensor, target: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB) == target[:, None]
+    return torch.where(mask, x.log_softmax(-1), 0.0).sum(-1)
+
+
+@program("miss", lambda: (logits(), tokens().float() + torch.tensor([0, 0.5, 0, 0.5, 0, 0])))
+def half_a_column(x: Tensor, target: Tensor) -> Tensor:
+    return ((torch.arange(VOCAB) == target[:, None]) * x.log_softmax(-1)).sum(-1)
+
+
+@program("miss", lambda: (logits(), tokens().to(torch.uint8)))
+def small_unsigned_columns(x: Tensor, target: Tensor) -> Tensor:
+    return ((torch.arange(VOCAB) == target[:, None]) * x.log_softmax(-1)).sum(-1)
+
+
+@program("miss", misses)
+def smoothed_or_nothing(x: Tensor, target: Tensor) -> Tensor:
+    soft = (torch.arange(VOCAB) == target[:, None]).float() * 0.9 + 0.1 / VOCAB
+    return -(soft * x.log_softmax(-1)).sum(-1)
+
+
+# ---------------------------------------------------------------- columns that repeat
+
+
+def repeated() -> Made:
+    columns = tokens(ROWS, 4)
+    columns[:, 2] = columns[:, 0]
+    columns[3] = 5
+    return logits(), columns, torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(2))
+
+
+@program("repeat", repeated)
+def added_twice_then_read(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    soft = torch.zeros_like(x).scatter_add(-1, columns, weights)
+    return (soft + x.log_softmax(-1)).gather(-1, columns).sum(-1)
+
+
+@program("repeat", repeated)
+def added_twice_then_squared(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    soft = torch.zeros_like(x).scatter_add(-1, columns, weights)
+    return (soft * soft).sum(-1) * x.logsumexp(-1)
+
+
+@program("repeat", repeated)
+def soft_targets_at_columns(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    soft = torch.zeros_like(x).scatter_add(-1, columns, weights)
+    return -(soft * x.log_softmax(-1)).sum(-1)
+
+
+@program("repeat", repeated)
+def read_twice(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    return (x.log_softmax(-1).gather(-1, columns) * weights).sum(-1)
+
+
+@program("repeat", repeated)
+def overwritten_twice(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    return x.scatter(-1, columns[:, :1], 0.0).scatter(-1, columns[:, 2:3], 1.0).logsumexp(-1)
+
+
+# ---------------------------------------------------------------- rows taken in steps, rolled, repeated
+
+
+@program("row order", lambda: (logits(),))
+def every_other_row_then_the_rest(x: Tensor) -> Tensor:
+    return torch.cat([x[0:4:2], x[4:6]]).log_softmax(-1)[:, 2]
+
+
+@program("row order", lambda: (logits(),))
+def entropies_of_every_other_row(x: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return entropy(torch.cat([log_p[::2], log_p[1::2]]))
+
+
+@program("row order", lambda: (logits(),))
+def half_a_roll(x: Tensor) -> Tensor:
+    return x[torch.fmod(torch.arange(3) + 2, ROWS)].log_softmax(-1)[:, 2]
+
+
+@program("row order", lambda: (logits(),))
+def a_roll_and_more(x: Tensor) -> Tensor:
+    return x[torch.fmod(torch.arange(2 * ROWS) + 2, ROWS)].log_softmax(-1)[:, 2]
+
+
+@program("row order", lambda: (logits(),))
+def the_same_rows_twice(x: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return entropy(torch.cat([log_p[:3], log_p[:3]]))
+
+
+@program("row order", lambda: (logits(),))
+def last_rows_first(x: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return entropy(torch.cat([log_p[-3:], log_p[:-3]]))
+
+
+# ---------------------------------------------------------------- garbage in rows that are masked
+
+
+def garbage() -> Made:
+    return with_values(logits(), r1=math.nan, r4=math.inf), some(), tokens()
+
+
+@program("garbage", garbage)
+def masked_before_the_softmax(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    log_p = x.masked_fill(~keep[:, None], 0).log_softmax(-1)
+    return log_p.gather(-1, target[:, None]).squeeze(-1)
+
+
+@program("garbage", garbage)
+def masked_and_the_entropy(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    return entropy(torch.where(keep[:, None], x, torch.zeros_like(x)).log_softmax(-1))
+
+
+@program("garbage", garbage)
+def masked_after_the_loss(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+    return torch.where(keep, log_p, 0.0)
+
+
+@program("garbage", garbage)
+def masked_log_probs(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1).masked_fill(~keep[:, None], 0)
+    return log_p.gather(-1, target[:, None]).squeeze(-1) + log_p.sum(-1)
+
+
+@program("garbage", lambda: (with_values(logits(), r1c3=-math.inf, r2c0=-math.inf), some()))
+def the_lowest_number_times_nothing(x: Tensor, keep: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1).clamp(min=LOWEST)
+    return (log_p * torch.zeros(ROWS, 1)).sum(-1) + x.logsumexp(-1)
+
+
+@program(
+    "garbage", lambda: (with_values(logits(), r1c3=-math.inf), torch.tensor([0, 3, 0, 1, 2, 4]))
+)
+def the_lowest_number_is_read(x: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1).clamp(min=LOWEST)
+    return log_p.gather(-1, target[:, None]).squeeze(-1)
+
+
+@program("garbage", lambda: (with_values(logits(), r1c3=-math.inf, r3c2=-math.inf),))
+def entropy_as_torch_distributions_write_it(x: Tensor) -> Tensor:
+    log_p = x - x.logsumexp(-1, keepdim=True)
+    return -(log_p.clamp(min=LOWEST) * x.softmax(-1)).sum(-1)
+
+
+# ---------------------------------------------------------------- offsets, cancellation, dtypes
+
+
+def far() -> Made:
+    return logits(offset=1000), tokens()
+
+
+@program("precision", far)
+def collision_probability(x: Tensor, target: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return (p * p).sum(-1)
+
+
+@program("precision", far)
+def two_temperatures(x: Tensor, target: Tensor) -> Tensor:
+    p, q = x.log_softmax(-1), (x / 2).log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@program("precision", far)
+def tempered_and_not(x: Tensor, target: Tensor) -> Tensor:
+    p, q = x.softmax(-1), (x / 0.7).softmax(-1)
+    return (p * q).sum(-1)
+
+
+@program(
+    "precision",
+    lambda: (with_values(logits(), r0c3=40.0, r2c1=60.0), torch.tensor([3, 1, 1, 0, 5, 6])),
+)
+def what_is_left_without_the_target(x: Tensor, target: Tensor) -> Tensor:
+    return x.softmax(-1).scatter(-1, target[:, None], 0.0).sum(-1).log()
+
+
+@program(
+    "precision",
+    lambda: (with_values(logits(), r0c3=40.0, r2c1=60.0), torch.tensor([3, 1, 1, 0, 5, 6])),
+)
+def without_the_target_by_where(x: Tensor, target: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB) == target[:, None]
+    return torch.where(mask, 0.0, x.softmax(-1)).sum(-1).log()
+
+
+@program(
+    "precision", lambda: (torch.full((ROWS, 1), 1 / 3, dtype=torch.float64, requires_grad=True),)
+)
+def constants_in_float64(row: Tensor) -> Tensor:
+    return (torch.ones(ROWS, VOCAB, dtype=torch.float64) * row + row).sum(-1)
+
+
+@program("precision", lambda: (logits().detach().double().requires_grad_(), tokens()))
+def everything_in_float64(x: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return log_p.gather(-1, target[:, None]).squeeze(-1) * entropy(log_p)
+
+
+# ---------------------------------------------------------------- save="softmax"
+
+
+@program("saved softmax", lambda: (logits(offset=8),), {"save": "softmax"})
+def not_normalised(x: Tensor) -> Tensor:
+    return x.float().exp().sum(-1).sqrt()
+
+
+@program(
+    "saved softmax",
+    lambda: (logits(offset=8).detach().half().requires_grad_(),),
+    {"save": "softmax"},
+)
+def in_half_precision(x: Tensor) -> Tensor:
+    return x.float().exp().sum(-1).sqrt()
+
+
+@program(
+    "saved softmax", lambda: (logits().detach().half().requires_grad_(),), {"save": "softmax"}, {}
+)
+def entropy_in_half_precision(x: Tensor) -> Tensor:
+    return entropy(x.float().log_softmax(-1))
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def strange_strides() -> Made:
+    wide = torch.empty_strided((2, 1, 3, VOCAB), (1, 6, 2, 6))
+    return wide.copy_(logits(2, 1, 3, VOCAB, grad=False)).requires_grad_(), tokens(2, 1, 3)
+
+
+@program("layout", strange_strides)
+def views_that_torch_believes(x: Tensor, target: Tensor) -> Tensor:
+    flat = x.reshape(-1, VOCAB)
+    return F.cross_entropy(flat, target.reshape(-1), reduction="none")
+
+
+@program("layout", strange_strides)
+def classes_in_the_middle(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x.movedim(-1, 1), target, reduction="none")
+
+
+@program("layout", lambda: (logits(1, VOCAB), tokens(ROWS)))
+def rows_that_are_one_row(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x.expand(ROWS, VOCAB), target, reduction="none")
+
+
+# ---------------------------------------------------------------- indices of other kinds
+
+
+@program("indices", lambda: (logits(), tokens(ROWS)))
+def some_rows_are_overwritten(x: Tensor, target: Tensor) -> Tensor:
+    z = x.clone()
+    z[torch.arange(3), target[:3]] = 0
+    return z.log_softmax(-1)[:, 2]
+
+
+@program("indices", lambda: (logits(), tokens().to(torch.int32)))
+def short_integers(x: Tensor, target: Tensor) -> Tensor:
+    return x.log_softmax(-1)[torch.arange(ROWS), target]
+
+
+@program("indices", lambda: (logits(), -tokens() - 1))
+def from_the_end(x: Tensor, target: Tensor) -> Tensor:
+    return x.log_softmax(-1)[torch.arange(ROWS), target]
+
+
+@program("indices", lambda: (logits(), some()))
+def rows_by_a_mask(x: Tensor, keep: Tensor) -> Tensor:
+    return x.log_softmax(-1)[keep][:, 3]
+
+
+@program("long", lambda: (logits(),))
+def a_long_chain_of_row_operations(x: Tensor) -> Tensor:
+    row = x.logsumexp(-1)
+    for _ in range(1500):
+        row = row + 1.0
+        row = -row
+    return row
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def _run(fn: Callable[..., Tensor], args: Made) -> list[Tensor]:
+    copies = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
+    value = fn(*copies)
+    weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).view(value.shape)
+    leaves = [copy for copy in copies if copy.requires_grad]
+    grads = torch.autograd.grad((value * weights).sum(), leaves)
+    return [value.detach(), *grads]
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_right_or_refused(case: Program) -> None:
+    torch._dynamo.reset()
+    args = case.make()
+    (options,) = case.options
+    compiled = torch.compile(case.fn, backend="slime_fused", options={**harness.OPTIONS, **options})
+    eager = _run(case.fn, args)
+    got = _run(compiled, args)
+    with harness.in_float64():
+        true = _run(case.fn, tuple(harness.to_float64(args)))
+    for at, (a, e, t) in enumerate(zip(got, eager, true, strict=True)):
+        assert a.dtype == e.dtype
+        if e.dtype is torch.float64:  # which is eager and truth in one
+            torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+            continue
+        harness.no_worse_than_eager(a, e, t, e.dtype, "value" if at == 0 else "gradient")
