@@ -154,8 +154,8 @@ def _scattered(
     if not (accumulate or same(shape_of(index)[dim], 1)):
         raise Refused("several columns per row are overwritten")
     weight = _weight(c, form, src)
-    if isinstance(src, Node) and rank_of(src) and not _covers_rows(form, src):
-        raise Refused("a scatter of only some of the rows")
+    if isinstance(src, Node) and rank_of(src) and not _matches(form, src, index):
+        raise Refused("a scatter of only some of what is given")
     return _with_column(c, form, index, weight, accumulate)
 
 
@@ -166,6 +166,11 @@ def _covers_rows(form: Form, operand: Node) -> bool:
         at == form.vdim or guarded_same(size, whole)
         for at, (size, whole) in enumerate(zip(shape, form.shape, strict=True))
     )
+
+
+def _matches(form: Form, src: Node, index: Node) -> bool:
+    """As many rows as the form, and as many columns as the index."""
+    return _covers_rows(form, src) and same(shape_of(src)[form.vdim], shape_of(index)[form.vdim])
 
 
 def _weight(c: Context, form: Form, src: Operand) -> Poly:
@@ -183,6 +188,8 @@ def _weight(c: Context, form: Form, src: Operand) -> Poly:
 
 def _with_column(c: Context, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
     if not accumulate:
+        if not form.f.is_zero:
+            raise Refused("a value linear in the logits is overwritten, and may be infinite there")
         weight = weight - column(c, form, (index,))
     hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))
     return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)

@@ -17,14 +17,14 @@ def filled(c: Context, node: Node, sizes: object, fill: Operand = 0, **_: object
     shape = shape_of(node)
     constant = c.rows.operand(fill, 0)
     wide = [dim for dim, size in enumerate(shape) if c.is_vocabulary(size)]
-    if not wide or constant is None:
+    if not wide or constant is None or not is_float_tensor(node):
         return None
     return Form(shape, wide[-1], e=constant)
 
 
 def full_like(c: Context, node: Node, like: Operand, fill: Operand = 0, **_: object) -> Result:
     constant = c.rows.operand(fill, 0)
-    if not isinstance(like, Form) or constant is None:
+    if not isinstance(like, Form) or constant is None or not is_float_tensor(node):
         raise Refused("a constant of another type")
     return Form(like.shape, like.vdim, e=constant)
 

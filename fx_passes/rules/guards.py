@@ -174,6 +174,8 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
 
 def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
+    if not outside.f.is_zero and outside.f != inside.f:
+        raise Refused("a value linear in the logits is overwritten, and may be infinite there")
     at, hit = masked_column(c, mask)
     weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit
     hot = OneHot((at,), weight, replaces=bool(outside.exps))

@@ -42,6 +42,7 @@ def sum_(
     dtype: Operand = None,
 ) -> Result:
     form = as_form(operand)
+    _check_dtype(dtype)
     over = _reduced_dims(form, dims)
     if form.vdim not in over:
         raise Refused("rows of full-vocabulary values are summed")
@@ -69,6 +70,11 @@ def mean(
     for dim in over:
         poly = poly * _inverse_size(c.emitter.size(form.x, dim))
     return _then_rows(c, node, form, poly, label, over, keepdim)
+
+
+def _check_dtype(dtype: Operand) -> None:
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        raise Refused("each element is cut to an integer before it is summed")
 
 
 def _reduced_dims(form: Form, dims: Operand) -> list[int]:

@@ -116,13 +116,24 @@ class Context:
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
         """`node` computes a row scalar: emit it with the node's shape."""
         lead = self.lead_sizes(form)
-        result = self.emitter.expand(self.emit_rows(poly, form, node), lead)
+        emitted = self.emit_rows(poly, form, node)
+        if poly.as_number() is not None and form.exps:
+            emitted = self._not_a_number_where(emitted, form)
+        result = self.emitter.expand(emitted, lead)
         if not keepdim:
             kept = [size for dim, size in enumerate(lead) if dim != form.vdim]
             result = self.emitter.reshape(result, kept)
         if poly.as_number() is not None:
             self.rows.meanings[result] = poly
         return RowValue(result, label, form)
+
+    def _not_a_number_where(self, number: Node, form: Form) -> Node:
+        """A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf."""
+        log_sum = self.stats(form, form.exps[0].scale).log_sum
+        nothing = Poly.atom(
+            self.emitter.call(aten.mul.Tensor, self.emit_rows(log_sum, form, number), 0)
+        )
+        return self.emit_rows(Poly.atom(number) + nothing, form, number)
 
     def mass(self, height: Poly, log_sum: Poly, x: Node) -> Node:
         """exp(height + log_sum), a row's sum of exponentials over `x`."""

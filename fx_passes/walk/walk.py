@@ -35,6 +35,7 @@ from fx_passes.walk.results import (
     logits_of,
 )
 from fx_passes.walk.row_scalars import RowRule
+from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
 
@@ -103,6 +104,7 @@ class Walk:
         operands = (read(node.args), {key: read(arg) for key, arg in node.kwargs.items()})
         try:
             result = self._apply_rule(node, *operands)
+            _check_precision(node, result)
         except Refused as refused:
             self._refuse(node, str(refused), operands)
             result = None
@@ -211,6 +213,15 @@ class Walk:
         self.account.gradients.update(dict.fromkeys(leaving.operators, root))
         self.account.leaving[leaving.node] = root
         self.account.replacements[node] = leaving.node
+
+
+def _check_precision(node: Node, result: Result) -> None:
+    """What the user computes in float64 is not computed in less."""
+    form = result.form if isinstance(result, RowValue) else result
+    if not isinstance(form, Form) or form.x is None or value(node).dtype is not torch.float64:
+        return
+    if compute_dtype(form.x) is not torch.float64:
+        raise Refused(f"it is computed in float64 from {dtype_name(form.x)} logits")
 
 
 def _is_computed(form: Form, node: Node) -> bool:

@@ -165,7 +165,7 @@ def _chunk_term(x: Tensor, term: Tensor, softmax: bool, z: Tensor, out: Tensor) 
         torch.sub(z, shift, out=out).exp_()
     masked = None
     if not z.amin() > -torch.inf:  # -inf, or NaN, which hides it
-        masked = out == 0 if softmax else z == -torch.inf
+        masked = out == 0 if softmax else (z == -torch.inf) & ~shift.isnan()
     out.mul_(z.mul_(b).add_(a))
     if masked is not None:
         out.masked_fill_(masked, 0.0)

@@ -81,7 +81,8 @@ def _exponential_term(x: Tensor, term: Tensor, softmax: bool) -> Tensor:
     if softmax:
         return torch.where(unread | (x == 0), 0.0, x * (a + b * (x.log() + shift)))
     z = scaled(x, scale) - center
-    return torch.where(unread | (z == -torch.inf), 0.0, (z - shift).exp() * (a + b * z))
+    null = (z == -torch.inf) & ~shift.isnan()  # a row with +inf has no softmax
+    return torch.where(unread | null, 0.0, (z - shift).exp() * (a + b * z))
 
 
 def scaled(x: Tensor, scale: Tensor | float) -> Tensor:
