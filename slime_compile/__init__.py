@@ -4,15 +4,17 @@
 
 What is public, by home; everything is imported on first use:
 
-    dry_run         explain: what would be fused
-    report          reports: what this process has compiled; Report
-    eager           log_probs_and_entropy: the same operators for eager callers
-    estimate        estimate_peak: the peak memory of a loss at any size; Estimate
-    packed          samples in packed logits: Packing, shifted_targets, response_slices and what goes with them
-    redistribute    redistribute_to_zigzag: per-sample values between layouts of context parallelism
-    micro_batches   micro-batches that fit: partition_by_tokens, micro_batch_count, max_tokens_for, peak_bytes
-    remedies        inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
-    probe           memory_probe: one line of log per step
+    report              reports: what this process has compiled; Report
+    dry_run.explain     explain: what would be fused
+    dry_run.estimate    estimate_peak: the peak memory of a loss at any size; Estimate
+    dynamo.remedies     inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
+    rl.log_probs        log_probs_and_entropy: the same operators for eager callers
+    rl.packing          Packing: where samples lie in packed logits
+    rl.packed           shifted_targets, response_slices and what goes with them
+    rl.redistribute     redistribute_to_zigzag: per-sample values between layouts of context parallelism
+    rl.micro_batches    partition_by_tokens, micro_batch_count: micro-batches that fit
+    rl.memory_model     max_tokens_for, peak_bytes: what fits
+    rl.memory_probe     memory_probe: one line of log per step
 """
 
 import importlib
@@ -26,15 +28,10 @@ if TYPE_CHECKING:
     from slime_compile.dynamo.remedies import inline_nested_compile, trace_distributed_nn
     from slime_compile.report import Report, reports
     from slime_compile.rl.log_probs import log_probs_and_entropy
+    from slime_compile.rl.memory_model import max_tokens_for, peak_bytes
     from slime_compile.rl.memory_probe import MemoryRecord, memory_probe
-    from slime_compile.rl.micro_batches import (
-        max_tokens_for,
-        micro_batch_count,
-        partition_by_tokens,
-        peak_bytes,
-    )
+    from slime_compile.rl.micro_batches import micro_batch_count, partition_by_tokens
     from slime_compile.rl.packed import (
-        Packing,
         ResponseSlice,
         flatten_logits,
         join_responses,
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
         shifted_targets,
         split_responses,
     )
+    from slime_compile.rl.packing import Packing
     from slime_compile.rl.redistribute import redistribute_to_zigzag
 
 __all__ = [
@@ -79,11 +77,11 @@ _HOMES = {
     "log_probs_and_entropy": "rl.log_probs",
     "Estimate": "dry_run.estimate",
     "estimate_peak": "dry_run.estimate",
-    "max_tokens_for": "rl.micro_batches",
+    "max_tokens_for": "rl.memory_model",
     "micro_batch_count": "rl.micro_batches",
     "partition_by_tokens": "rl.micro_batches",
-    "peak_bytes": "rl.micro_batches",
-    "Packing": "rl.packed",
+    "peak_bytes": "rl.memory_model",
+    "Packing": "rl.packing",
     "ResponseSlice": "rl.packed",
     "flatten_logits": "rl.packed",
     "join_responses": "rl.packed",

@@ -13,9 +13,11 @@ MODULES = [
     "dry_run.explain",
     "dynamo.remedies",
     "rl.log_probs",
+    "rl.memory_model",
     "rl.memory_probe",
     "rl.micro_batches",
     "rl.packed",
+    "rl.packing",
     "rl.redistribute",
     "report",
 ]
@@ -37,7 +39,13 @@ def test_no_name_is_a_module_s() -> None:
 
 
 def test_functions_of_the_loss_path_are_public() -> None:
-    for module in "rl.micro_batches", "rl.packed", "rl.redistribute":
+    for module in (
+        "rl.memory_model",
+        "rl.micro_batches",
+        "rl.packed",
+        "rl.packing",
+        "rl.redistribute",
+    ):
         home = importlib.import_module(f"slime_compile.{module}")
         defined = {
             name

@@ -11,9 +11,6 @@ The seeds' loss (per-token log-probs and entropies of `[N, V]` logits, and a cli
 The vocabulary is whole: a process group of one.
 """
 
-import functools
-import importlib.util
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bench.cases.functions import (
+    CrossEntropyLikeMegatron,
+    ReusedSoftmax,
+    VocabParallelEntropy,
+    has_megatron,
+    megatron_cross_entropy,
+)
 
 Values = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`[N, V]` logits and `[N]` targets to `[N]` log-probs and entropies."""
@@ -59,127 +64,23 @@ def world() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def has_megatron() -> bool:
-    return importlib.util.find_spec("megatron") is not None
-
-
-@functools.cache
-def _megatron_cross_entropy() -> Callable[..., Tensor]:
-    """Megatron's fused cross entropy, without the warnings about what else it would like to import."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.fusions import fused_cross_entropy
-    found: Callable[..., Tensor] = fused_cross_entropy.fused_vocab_parallel_cross_entropy
-    return found
-
-
-class _CrossEntropyLikeMegatron(torch.autograd.Function):
-    """Where megatron-core is not installed: its steps and buffers; the logits are overwritten, the gradient is bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        softmax = logits.float()  # the same tensor where it is float32 already
-        peak = softmax.amax(-1, keepdim=True)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        softmax.sub_(peak)
-        of_target = softmax.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        total = softmax.exp_().sum(-1)
-        dist.all_reduce(of_target, group=group)
-        dist.all_reduce(total, group=group)
-        softmax.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, target)
-        return total.log() - of_target
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        softmax, target = ctx.saved_tensors
-        softmax.scatter_add_(
-            -1, target.unsqueeze(-1), -torch.ones_like(target).unsqueeze(-1).float()
-        )
-        return softmax.mul_(grad.unsqueeze(-1)).bfloat16(), None, None
-
-
-class _VocabParallelEntropy(torch.autograd.Function):
-    """Entropy over a sharded vocabulary: exp and div in place, backward over what forward kept."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        logits = logits.float()
-        peak = logits.max(dim=-1, keepdim=True).values
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        softmax = (logits - peak).exp_()
-        total = softmax.sum(dim=-1, keepdim=True)
-        dist.all_reduce(total)
-        softmax.div_(total)
-        expected = (softmax * logits).sum(dim=-1, keepdim=True)
-        dist.all_reduce(expected)
-        ctx.save_for_backward(logits, softmax, expected)
-        return (peak + total.log() - expected).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_entropy: Tensor) -> Tensor:  # type: ignore[override]
-        logits, softmax, expected = ctx.saved_tensors
-        logits.sub_(expected)
-        softmax.mul_(logits).mul_(grad_entropy.unsqueeze(-1))
-        logits.add_(expected)
-        return softmax.neg_()
-
-
-class _ReusedSoftmax(torch.autograd.Function):
-    """Log-prob and entropy over one softmax buffer, which becomes the gradient: one more `[N, V]` only while it does.
-
-    With p the softmax, H the entropy, g and h the gradients of log-prob and entropy:
-    grad = g * ([v == target] - p) - h * p * (log p + H).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        softmax = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        peak = softmax.amax(-1, keepdim=True)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        softmax.sub_(peak)
-        of_target = softmax.gather(-1, target.unsqueeze(-1))
-        dist.all_reduce(of_target)
-        total = softmax.exp_().sum(-1, keepdim=True)
-        dist.all_reduce(total)
-        softmax.div_(total)
-        expected = (softmax * _log(softmax)).sum(-1, keepdim=True)
-        dist.all_reduce(expected)
-        ctx.save_for_backward(softmax, target, expected)
-        ctx.dtype = logits.dtype
-        return (of_target - total.log()).squeeze(-1), -expected.squeeze(-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        softmax, target, expected = ctx.saved_tensors
-        g, h = grad_log_prob.unsqueeze(-1), grad_entropy.unsqueeze(-1)
-        softmax.mul_(_log(softmax).sub_(expected).mul_(-h).sub_(g))
-        softmax.scatter_add_(-1, target.unsqueeze(-1), g)
-        return softmax.to(ctx.dtype), None
-
-
-def _log(softmax: Tensor) -> Tensor:
-    """A probability of 0 has a finite logarithm here, so that it contributes 0."""
-    return softmax.clamp_min(torch.finfo(torch.float32).tiny).log_()
-
-
 def _megatron() -> Values:
     world()
-    cross_entropy: Callable[..., Tensor] = _CrossEntropyLikeMegatron.apply
+    cross_entropy: Callable[..., Tensor] = CrossEntropyLikeMegatron.apply
     if has_megatron():
-        cross_entropy = _megatron_cross_entropy()
+        cross_entropy = megatron_cross_entropy()
 
     def megatron_values(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         tokens = target.unsqueeze(1)  # Megatron wants [sequence, batch, vocabulary]
         nll = cross_entropy(logits.clone().unsqueeze(1), tokens, dist.group.WORLD)
-        return -nll.squeeze(-1), _VocabParallelEntropy.apply(logits.clone())
+        return -nll.squeeze(-1), VocabParallelEntropy.apply(logits.clone())
 
     return megatron_values
 
 
 def _reuse() -> Values:
     world()
-    return _ReusedSoftmax.apply
+    return ReusedSoftmax.apply
 
 
 def _plain() -> Values:

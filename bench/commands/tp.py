@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import losses
+from bench.cases import functions, losses
 from bench.cases.losses import Case, Problem, Result
 from bench.measure import measure
 from bench.measure.cells import Cells, Store, run_cells, write_table
@@ -71,60 +71,12 @@ NESTED = [Group(2, ("eager", "slime_fused"), nested=True, inlined=on) for on in 
 # ---- the loss -----------------------------------------------------------------------------------------------------
 
 
-class _CrossEntropyLikeMegatron(torch.autograd.Function):
-    """Where megatron-core is not installed: its steps, buffers and two collectives; the gradient is rounded to bf16."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
-        softmax = logits.float()  # the same tensor where it is float32 already
-        peak = softmax.amax(-1)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        softmax.sub_(peak.unsqueeze(-1))
-        start = dist.get_rank(group) * logits.shape[-1]
-        foreign = (target < start) | (target >= start + logits.shape[-1])
-        local = (target - start).masked_fill(foreign, 0).unsqueeze(-1)
-        of_target = softmax.gather(-1, local).squeeze(-1).masked_fill(foreign, 0.0)
-        sums = torch.stack([of_target, softmax.exp_().sum(-1)])
-        dist.all_reduce(sums, group=group)
-        of_target, total = sums.unbind()
-        softmax.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, foreign, local)
-        return total.log() - of_target
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        softmax, foreign, local = ctx.saved_tensors
-        softmax.scatter_add_(-1, local, (foreign.float() - 1.0).unsqueeze(-1))
-        return softmax.mul_(grad.unsqueeze(-1)).bfloat16(), None, None
-
-
-class _NestedEntropy(losses._VocabParallelEntropy):
-    """The same with its product and sum in a function that is compiled where it is defined."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        @torch.compile(dynamic=True)
-        def mul_reduce(a: Tensor, b: Tensor) -> Tensor:
-            return (a * b).sum(dim=-1, keepdim=True)
-
-        peak = logits.max(dim=-1, keepdim=True).values
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        softmax = (logits - peak).exp_()
-        total = softmax.sum(dim=-1, keepdim=True)
-        dist.all_reduce(total)
-        softmax.div_(total)
-        expected = mul_reduce(softmax, logits)
-        dist.all_reduce(expected)
-        ctx.save_for_backward(logits, softmax, expected)
-        return (peak + total.log() - expected).squeeze(-1)
-
-
 def loss_of(group: Group) -> Callable[..., Tensor]:
     """Clones, Megatron's cross entropy, the entropy, and the clipped policy loss of both; everything over the world."""
-    cross_entropy: Callable[..., Tensor] = _CrossEntropyLikeMegatron.apply
+    cross_entropy: Callable[..., Tensor] = functions.CrossEntropyLikeMegatron.apply
     if group.megatron:
-        cross_entropy = losses._megatron_cross_entropy()
-    entropy = _NestedEntropy if group.nested else losses._VocabParallelEntropy
+        cross_entropy = functions.megatron_cross_entropy()
+    entropy = functions.NestedEntropy if group.nested else functions.VocabParallelEntropy
 
     def sharded_loss(logits: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
         tokens = target.unsqueeze(1)  # Megatron wants [sequence, batch, vocabulary]

@@ -6,9 +6,9 @@ import torch.profiler
 
 import bench.measure.measure
 import slime_compile.backend
-from bench.cases.losses import _megatron_cross_entropy, has_megatron
+from bench.cases.functions import has_megatron, megatron_cross_entropy
 
 __all__ = ["bench", "slime_compile", "torch"]
 
 if has_megatron():
-    _megatron_cross_entropy()
+    megatron_cross_entropy()

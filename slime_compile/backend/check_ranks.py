@@ -18,10 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.fx import Graph, Node
 
 from fx_passes.graph.operators import is_collective
+from slime_compile.torch_private import distributed_c10d
 
 TIMEOUT = timedelta(seconds=30)
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()

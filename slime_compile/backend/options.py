@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from fx_passes.outcome import FuseConfig, Save
+from slime_compile.torch_private import inductor_config
 
 Inner = Literal["inductor", "aot_eager"]
 
@@ -145,14 +146,12 @@ def _parsed(name: str, text: str) -> Any:
 
 def _checked_inductor(name: str, value: Any) -> Any:
     """The same checks that `torch.compile(options=...)` makes for inductor."""
-    from torch._inductor import config
-
-    known = config.get_config_copy()
+    known = inductor_config.get_config_copy()
     if name not in known:
         raise RuntimeError(
             f"Unexpected option {INDUCTOR_PREFIX}{name}, known options of inductor are {sorted(known)}"
         )
-    expected = config.get_type(name)  # type: ignore[attr-defined]
+    expected = inductor_config.get_type(name)  # type: ignore[attr-defined]
     if typing.get_origin(expected) is None and not isinstance(value, expected):
         raise RuntimeError(
             f"Unexpected type of option {INDUCTOR_PREFIX}{name}, got {type(value).__name__} "

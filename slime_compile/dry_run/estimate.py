@@ -15,16 +15,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from slime_compile import backend
+from slime_compile.backend.identity import new_record
+from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
-from slime_compile.dry_run.explain import _faked, _with_own_code, _without_grad_warnings
+from slime_compile.backend.passes import BACKWARD_WITH_FORWARD
+from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
+from slime_compile.torch_private import (
+    FakeTensorMode,
+    MemTracker,
+    ShapeEnv,
+    functorch_config,
+    innermost_fn,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +76,9 @@ def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimat
     tracker = MemTracker()
 
     def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        record = backend.new_record(gm, example_inputs, chosen)
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            compiled = backend.compile_eager(gm, example_inputs, chosen, record)
+        record = new_record(gm, example_inputs, chosen)
+        with functorch_config.patch(BACKWARD_WITH_FORWARD):
+            compiled = compile_interpreted(gm, example_inputs, chosen, record)
 
         def tracked(*inputs: Any) -> Any:
             with tracker:
@@ -81,7 +86,7 @@ def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimat
 
         return tracked
 
-    run = torch.compile(_with_own_code(fn), backend=compile_tracked, dynamic=False)
+    run = torch.compile(with_own_code(fn), backend=compile_tracked, dynamic=False)
     return measure(run, args, _parameters(fn), tracker)
 
 
@@ -90,8 +95,8 @@ def measure(
 ) -> Estimate:
     """Forward of `run`, which tracks itself, and backward, which is tracked here, all on fake tensors."""
     mode = _mode_of(args)
-    with _without_grad_warnings(), mode:
-        fakes = _faked(mode, tuple(args))
+    with without_grad_warnings(), mode:
+        fakes = faked(mode, tuple(args))
         held = [t for t in (*tree_leaves(fakes), *parameters) if isinstance(t, Tensor)]
         tracker.track_external(*held)
         inputs = _total(tracker, "current")
@@ -122,7 +127,7 @@ def _mode_of(args: Sequence[Any]) -> FakeTensorMode:
 
 
 def _parameters(fn: Callable[..., Any]) -> list[Tensor]:
-    plain = torch._dynamo.eval_frame.innermost_fn(fn)
+    plain = innermost_fn(fn)
     return list(plain.parameters()) if isinstance(plain, torch.nn.Module) else []
 
 

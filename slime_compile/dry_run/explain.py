@@ -7,27 +7,25 @@ run, on fake tensors: where it asks for a value (`.item()`, `print(loss)`), the 
 Torch's caches are not used, and the function's own compiled code stays as it is: a copy of its code object is traced.
 """
 
-import contextlib
 import dataclasses
-import inspect
-import types
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_map_only
 
-from slime_compile import backend, report
+from slime_compile.backend.identity import new_record
+from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
+from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
+from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
 from slime_compile.dynamo.frames import Frame, Watch, summary
+from slime_compile.report.record import Record
+from slime_compile.report.values import Report
+from slime_compile.torch_private import FakeTensorMode, ShapeEnv, functorch_config
 
 
-def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., report.Report]:
+def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
     """What `torch.compile(fn, backend="slime_fused", options=options)` would do to a call.
 
     Args:
@@ -40,7 +38,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., report.Repo
     """
     chosen = dataclasses.replace(Options.parse(options), check_ranks=False)
 
-    def dry_run(*args: Any, **kwargs: Any) -> report.Report:
+    def dry_run(*args: Any, **kwargs: Any) -> Report:
         return _DryRun(chosen).run(fn, args, kwargs)
 
     return dry_run
@@ -49,17 +47,15 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., report.Repo
 class _DryRun:
     def __init__(self, options: Options):
         self.options = options
-        self.records: list[report.Record] = []
+        self.records: list[Record] = []
         self.breaks: list[Frame] = []
 
-    def run(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> report.Report:
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Report:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        traced = torch.compile(_with_own_code(fn), backend=self._backend, dynamic=False)
+        traced = torch.compile(with_own_code(fn), backend=self._backend, dynamic=False)
         notes: tuple[str, ...] = ()
-        with Watch() as watch, torch.random.fork_rng(devices=[]), _without_grad_warnings():
-            fake_args, fake_kwargs = _faked(mode, (tuple(args), kwargs))
+        with Watch() as watch, torch.random.fork_rng(devices=[]), without_grad_warnings():
+            fake_args, fake_kwargs = faked(mode, (tuple(args), kwargs))
             try:
                 with mode:
                     traced(*fake_args, **fake_kwargs)
@@ -67,7 +63,7 @@ class _DryRun:
                 if self.options.strict:
                     raise
                 notes = (_ended(error),)
-        return report.Report(
+        return Report(
             graphs=tuple(r.result() for r in self.records),
             breaks=_with_restarts(self.breaks, watch.breaks),
             python_frames=watch.python_frames,
@@ -77,11 +73,11 @@ class _DryRun:
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors."""
         self._note_break(gm)
-        record = backend.new_record(gm, example_inputs, self.options)
+        record = new_record(gm, example_inputs, self.options)
         self.records.append(record)
-        backend.prepare(gm, record)
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            backend.compile_eager(gm, example_inputs, self.options, record)
+        prepare(gm, record)
+        with functorch_config.patch(BACKWARD_WITH_FORWARD):
+            compile_interpreted(gm, example_inputs, self.options, record)
         return gm.forward
 
     def _note_break(self, gm: GraphModule) -> None:
@@ -96,37 +92,6 @@ class _DryRun:
                 summary(str(reason.reason)),
             )
         )
-
-
-def _faked(mode: FakeTensorMode, values: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), values)
-
-
-@contextlib.contextmanager
-def _without_grad_warnings() -> Iterator[None]:
-    """Torch looks at `.grad` of every tensor that it fakes, leaf or not."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        yield
-
-
-def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` over a copy of its code object, to which Dynamo ties what it compiles."""
-    plain = torch._dynamo.eval_frame.innermost_fn(fn)
-    if isinstance(plain, torch.nn.Module):
-        plain = plain.forward
-    if inspect.ismethod(plain):
-        return types.MethodType(_copied(plain.__func__), plain.__self__)
-    return _copied(plain) if inspect.isfunction(plain) else plain
-
-
-def _copied(fn: Any) -> types.FunctionType:
-    made = types.FunctionType(
-        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
-    made.__kwdefaults__ = fn.__kwdefaults__
-    made.__module__ = fn.__module__
-    return made
 
 
 def _ended(error: Exception) -> str:

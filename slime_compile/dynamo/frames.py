@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch._dynamo import utils
-
 from slime_compile.dynamo.remedies import remedy
+from slime_compile.torch_private import dynamo_utils
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ _seen: dict[Frame, float] = {}
 
 def process_frames() -> dict[Frame, float]:
     """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
-    for frame, when in _left_to_python(utils.get_compilation_metrics()).items():
+    for frame, when in _left_to_python(dynamo_utils.get_compilation_metrics()).items():
         _seen.setdefault(frame, when)
     return dict(_seen)
 
@@ -46,21 +45,21 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         process_frames()
-        self._before = {id(m) for m in utils.get_compilation_metrics()}
-        self._kept = list(utils.get_compilation_metrics())
-        self._counters = {name: counter.copy() for name, counter in utils.counters.items()}
+        self._before = {id(m) for m in dynamo_utils.get_compilation_metrics()}
+        self._kept = list(dynamo_utils.get_compilation_metrics())
+        self._counters = {name: counter.copy() for name, counter in dynamo_utils.counters.items()}
         self.python_frames: tuple[Frame, ...] = ()
         self.breaks: tuple[Frame, ...] = ()
         return self
 
     def __exit__(self, *_: object) -> None:
-        new = [m for m in utils.get_compilation_metrics() if id(m) not in self._before]
+        new = [m for m in dynamo_utils.get_compilation_metrics() if id(m) not in self._before]
         self.python_frames = tuple(_left_to_python(new))
         self.breaks = tuple(f for m in new for f in _restarts(m))
-        utils.counters.clear()
-        utils.counters.update(self._counters)
-        utils.clear_compilation_metrics()
-        utils._compilation_metrics.extend(self._kept)
+        dynamo_utils.counters.clear()
+        dynamo_utils.counters.update(self._counters)
+        dynamo_utils.clear_compilation_metrics()
+        dynamo_utils._compilation_metrics.extend(self._kept)
 
 
 def summary(reason: str) -> str:

@@ -23,7 +23,7 @@ def inline_nested_compile() -> None:
     under tracing is the function itself, which is what it means; everywhere else it is torch's own.
     """
     if not getattr(torch.compile, "_slime_fused_inlines", False):
-        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+        from slime_compile.torch_private import get_torch_obj_rule_map
 
         get_torch_obj_rule_map()  # made once, by name: made later it would take the replacement for torch's own
         torch.compile = _inlining(torch.compile)
@@ -54,11 +54,12 @@ def trace_distributed_nn() -> None:
     if _traces_distributed_nn:
         return
     import torch.distributed.nn.functional as nn_functional
-    from torch.distributed._functional_collectives import REDUCE_OP_TO_STR, all_reduce
+
+    from slime_compile.torch_private import REDUCE_OP_TO_STR, functional_all_reduce
 
     @torch.compiler.substitute_in_graph(nn_functional.all_reduce, skip_signature_check=True)
     def traced(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = dist.group.WORLD) -> Any:
-        return all_reduce(tensor, REDUCE_OP_TO_STR[op], group)
+        return functional_all_reduce(tensor, REDUCE_OP_TO_STR[op], group)
 
     _traces_distributed_nn = True
 

@@ -1,80 +1,82 @@
-"""A report as text that a person reads and pastes into an issue; tables by `tabulate` where it is installed."""
-
-from __future__ import annotations
+"""A report's dict as text that a person reads and pastes into an issue; tables by `tabulate` where it is installed."""
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from slime_compile.dynamo.frames import Frame
-    from slime_compile.report import GraphReport, Report
+Fields = dict[str, Any]
+"""Of a report, a graph or a frame: what `Report.to_dict` holds."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def render(report: Report) -> str:
-    """The whole report; never empty."""
+def render(report: Fields) -> str:
+    """The whole report, from `Report.to_dict()`; never empty."""
+    graphs = report["graphs"]
     lines = [_headline(report)]
-    for number, graph in enumerate(report.graphs, 1):
-        lines += ["", f"graph {number} of {len(report.graphs)}: {_title(graph)}", *_graph(graph)]
-    lines += _frames("graph breaks", report.breaks)
-    lines += _frames("left to Python, nothing there is compiled", report.python_frames)
-    lines += [f"note: {note}" for note in report.notes]
+    for number, graph in enumerate(graphs, 1):
+        lines += ["", f"graph {number} of {len(graphs)}: {_title(graph)}", *_graph(graph)]
+    lines += _frames("graph breaks", report["breaks"])
+    lines += _frames("left to Python, nothing there is compiled", report["python_frames"])
+    lines += [f"note: {note}" for note in report["notes"]]
     return "\n".join(lines)
 
 
-def _headline(report: Report) -> str:
-    graphs = f"{len(report.graphs)} graph" + ("" if len(report.graphs) == 1 else "s")
-    said = f"slime_fused: {report.fused} fused operators in {graphs}"
-    if not report.graphs:
-        return f"slime_fused: no graph at all{', everything runs in Python' if report.python_frames else ''}"
-    if not any(g.has_vocabulary or g.cached for g in report.graphs):
+def _headline(report: Fields) -> str:
+    graphs = report["graphs"]
+    if not graphs:
+        everything = ", everything runs in Python" if report["python_frames"] else ""
+        return f"slime_fused: no graph at all{everything}"
+    count = f"{len(graphs)} graph" + ("" if len(graphs) == 1 else "s")
+    said = f"slime_fused: {report['fused']} fused operators in {count}"
+    if not any(g["has_vocabulary"] or g["cached"] for g in graphs):
         said += "; the logits are in no graph"
     return said
 
 
-def _title(graph: GraphReport) -> str:
-    kind = "training" if graph.training else "inference"
-    if graph.cached:
+def _title(graph: Fields) -> str:
+    kind = "training" if graph["training"] else "inference"
+    if graph["cached"]:
         kind = "from torch's compile cache, lines as of compiling" + (
-            f"; {kind}" if graph.values else ""
+            f"; {kind}" if graph["values"] else ""
         )
-    return f"{graph.name}, {kind}, {graph.operators} fused operators"
+    return f"{graph['name']}, {kind}, {graph['operators']} fused operators"
 
 
-def _graph(graph: GraphReport) -> list[str]:
+def _graph(graph: Fields) -> list[str]:
     lines: list[str] = []
-    if graph.values:
+    if graph["values"]:
         rows = [
-            (v.kind + (f" x{v.count}" if v.count > 1 else ""), v.shape, v.dtype, v.source)
-            for v in graph.values
+            (
+                v["kind"] + (f" x{v['count']}" if v["count"] > 1 else ""),
+                v["shape"],
+                v["dtype"],
+                v["source"],
+            )
+            for v in graph["values"]
         ]
         lines += _indented(_table(("fused", "shape", "dtype", "at"), rows))
-    if graph.wide_before or graph.values:
+    if graph["wide_before"] or graph["values"]:
         lines.append(
-            f"  full-vocabulary values {graph.wide_before} -> {graph.wide_after}, kept for backward "
-            f"{_size(graph.saved_bytes_before)} -> {_size(graph.saved_bytes_after)}"
+            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}, kept for backward "
+            f"{_size(graph['saved_bytes_before'])} -> {_size(graph['saved_bytes_after'])}"
         )
-    if graph.collectives_before:
-        lines.append(f"  collectives {graph.collectives_before} -> {graph.collectives_after}")
-    for each in graph.placements:
-        how = "written over the logits" if each.in_place else f"not in place: {each.reason}"
-        lines.append(f"  gradient at {each.source or 'unknown line'}: {how}")
-    if graph.rejections:
-        refused = [(r.reason, r.node, r.source) for r in graph.rejections]
+    if graph["collectives_before"]:
+        lines.append(f"  collectives {graph['collectives_before']} -> {graph['collectives_after']}")
+    for each in graph["placements"]:
+        how = "written over the logits" if each["in_place"] else f"not in place: {each['reason']}"
+        lines.append(f"  gradient at {each['source'] or 'unknown line'}: {how}")
+    if graph["rejections"]:
+        refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
         lines += _indented(_table(("left as it was, because", "node", "at"), refused))
-    if not graph.has_vocabulary:
+    if not graph["has_vocabulary"]:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
-    return lines + [f"  note: {note}" for note in graph.notes]
+    return lines + [f"  note: {note}" for note in graph["notes"]]
 
 
-def _frames(title: str, found: Sequence[Frame]) -> list[str]:
-    return (
-        ["", f"{title}:"] + [f"  {f.name} at {f.source}: {f.reason}" for f in found]
-        if found
-        else []
-    )
+def _frames(title: str, frames: Sequence[Fields]) -> list[str]:
+    lines = [f"  {f['name']} at {f['source']}: {f['reason']}" for f in frames]
+    return ["", f"{title}:", *lines] if lines else []
 
 
 def _indented(lines: str) -> list[str]:

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
+
+from slime_compile.torch_private import ProfilerEvent
 
 ENVIRONMENT = "SLIME_MEM_PROBE"
 _OFF_WORDS = ("", "0", "false", "off", "no")
@@ -269,7 +270,7 @@ def _allocations(results: Any) -> list[Any]:
     while events:
         event = events.pop()
         events.extend(event.children)
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+        if event.tag == ProfilerEvent.Allocation and event.extra_fields.device.type == "cpu":
             found.append(event)
     found.sort(key=lambda event: event.start_time_ns)
     return [event.extra_fields for event in found]

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slime_compile.rl.packed import Packing, ResponseSlice, response_slices
+from slime_compile.rl.packed import ResponseSlice, response_slices
+from slime_compile.rl.packing import Packing
 
 Values = Mapping[str, Sequence[Tensor | None] | None]
 

@@ -19,12 +19,14 @@ from torch.fx import Graph
 
 import fx_passes
 import slime_compile
-from slime_compile import backend
+from slime_compile.backend import inductor, passes
 from slime_compile.backend.options import Options
-from slime_compile.report import Record, Report, keep
+from slime_compile.report import Report
+from slime_compile.report.process import keep
+from slime_compile.report.record import Record
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
-EAGER = {"inner": "aot_eager"}
+INTERPRETED = {"inner": "aot_eager"}
 
 
 def log_probs(logits: Tensor, target: Tensor) -> Tensor:
@@ -39,7 +41,7 @@ def data() -> tuple[Tensor, Tensor, Tensor]:
 
 def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
-    return torch.compile(fn, backend="slime_fused", options={**EAGER, **options})
+    return torch.compile(fn, backend="slime_fused", options={**INTERPRETED, **options})
 
 
 def last_report() -> Report:
@@ -115,7 +117,7 @@ def test_different_options_have_different_code() -> None:
     torch._dynamo.reset()
     before = len(slime_compile.reports())
     for min_vocab in (1024, 4096):
-        options = {**EAGER, "min_vocab": min_vocab}
+        options = {**INTERPRETED, "min_vocab": min_vocab}
         check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
     assert [r.fused for r in slime_compile.reports()[before:]] == [2, 0]
 
@@ -127,7 +129,7 @@ def test_six_threads() -> None:
 
     def work(min_vocab: int) -> None:
         try:
-            options = {**EAGER, "min_vocab": min_vocab}
+            options = {**INTERPRETED, "min_vocab": min_vocab}
             check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
         except BaseException as error:
             failures.append(error)
@@ -156,9 +158,9 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise ZeroDivisionError("the test's own")
 
     monkeypatch.setattr(fx_passes, "fuse", fuse)
-    backend._log_failure.cache_clear()
+    passes._log_failure.cache_clear()
     yield
-    backend._log_failure.cache_clear()
+    passes._log_failure.cache_clear()
 
 
 @pytest.mark.usefixtures("failing_pass")
@@ -170,7 +172,7 @@ def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
             torch.testing.assert_close(
                 compiled(log_probs)(logits, target), log_probs(logits, target)
             )
-    told = [r for r in caplog.records if r.name == "slime_compile.backend"]
+    told = [r for r in caplog.records if r.name == "slime_compile.backend.passes"]
     assert len(told) == 1
     assert "ZeroDivisionError: the test's own" in told[0].getMessage()
     assert told[0].exc_info is not None
@@ -262,9 +264,9 @@ def test_mode_needs_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(log_probs, backend="slime_fused", mode="max-autotune")(*data()[:2])
 
 
-def joint_pass(user: Sequence[Any], **options: Any) -> backend._JointPass:
+def joint_pass(user: Sequence[Any], **options: Any) -> inductor._JointPass:
     record = keep(Record("", "", {}))
-    return backend._JointPass(Options.parse(options, {}), record.number, tuple(user))
+    return inductor._JointPass(Options.parse(options, {}), record.number, tuple(user))
 
 
 def test_uuid_has_options_and_the_users_passes() -> None:

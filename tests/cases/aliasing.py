@@ -1,9 +1,8 @@
 """Programs in which writing a gradient over the logits could be seen, one function each.
 
-Entry point: `run(name, options)`, also as a script: `python aliasing_cases.py '{"inner": "inductor"}' out.json` runs
-every case (or those named after the path) and writes what it saw. A case gets a `compile` function and asserts;
-`consuming` is the same with consume_logits=True. The numbers in the docstrings are those of the list in
-facts/faults.md 3.4 (shared notes).
+Entry point: `run(name, options)`, also as a script: `python -m tests.cases.aliasing '{"inner": "inductor"}' out.json`
+runs every case (or those named after the path) and writes what it saw. A case gets a `compile` function and asserts;
+`consuming` is the same with consume_logits=True.
 """
 
 import json
@@ -94,7 +93,6 @@ def raises(error: type[Exception], text: str, action: Callable[[], object]) -> N
 
 @case
 def donated_logits_are_overwritten(compile: Compile, consuming: Compile) -> None:
-    """1, 2, 3, 18."""
     hidden, weight = model()
     got = grads(compile(made_inside)(hidden, weight, TARGET), (hidden, weight))
     close(got, grads(made_inside(hidden, weight, TARGET), (hidden, weight)))
@@ -132,7 +130,7 @@ def logits_with_a_second_use(compile: Compile, consuming: Compile) -> None:
 
 @case
 def retain_graph(compile: Compile, consuming: Compile) -> None:
-    """10, 11: the same whichever backward came first, in this process or an earlier one."""
+    """The same whichever backward came first, in this process or an earlier one."""
     for retain_first in (True, False):
         hidden, weight = model()
         fn = compile(made_inside)
@@ -149,7 +147,6 @@ def retain_graph(compile: Compile, consuming: Compile) -> None:
 
 @case
 def double_backward(compile: Compile, consuming: Compile) -> None:
-    """12."""
     hidden, weight = model()
     out = compile(made_inside)(hidden, weight, TARGET)
     raises(RuntimeError, "create_graph=False", lambda: grads(out, hidden, create_graph=True))
@@ -157,7 +154,6 @@ def double_backward(compile: Compile, consuming: Compile) -> None:
 
 @case
 def backward_twice(compile: Compile, consuming: Compile) -> None:
-    """13."""
     hidden, weight = model()
     out = compile(made_inside)(hidden, weight, TARGET)
     grads(out, hidden)
@@ -166,7 +162,6 @@ def backward_twice(compile: Compile, consuming: Compile) -> None:
 
 @case
 def checkpoints(compile: Compile, consuming: Compile) -> None:
-    """14."""
     hidden, weight = model()
     expected = grads(made_inside(hidden, weight, TARGET), (hidden, weight))
     fn = compile(made_inside)
@@ -184,8 +179,6 @@ def checkpoints(compile: Compile, consuming: Compile) -> None:
 
 @case
 def one_output_of_two(compile: Compile, consuming: Compile) -> None:
-    """17."""
-
     def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         made = hidden @ weight.t()
         return log_probs(made, target), log_probs(made * 0.5, target)
@@ -203,7 +196,6 @@ def one_output_of_two(compile: Compile, consuming: Compile) -> None:
 
 @case
 def given_logits_are_left_alone(compile: Compile, consuming: Compile) -> None:
-    """4, 9, 16."""
     x = logits()
     given = x * 1
     before = given.detach().clone()
@@ -216,8 +208,6 @@ def given_logits_are_left_alone(compile: Compile, consuming: Compile) -> None:
 
 @case
 def a_clone_in_the_function_is_no_permission(compile: Compile, consuming: Compile) -> None:
-    """7."""
-
     def fn(logits: Tensor, target: Tensor) -> Tensor:
         return log_probs(logits.clone(), target)
 
@@ -230,7 +220,6 @@ def a_clone_in_the_function_is_no_permission(compile: Compile, consuming: Compil
 
 @case
 def consumed_logits_hold_the_gradient(compile: Compile, consuming: Compile) -> None:
-    """5."""
     x = logits()
     given = x * 1
     before = given._version
@@ -242,7 +231,7 @@ def consumed_logits_hold_the_gradient(compile: Compile, consuming: Compile) -> N
 
 @case
 def consumed_logits_with_other_readers(compile: Compile, consuming: Compile) -> None:
-    """5: whoever saved the logits and reads them later gets autograd's error."""
+    """Whoever saved the logits and reads them later gets autograd's error."""
     fn = consuming(log_probs)
     modified = "modified by an inplace operation"
 
@@ -271,7 +260,7 @@ def consumed_logits_with_other_readers(compile: Compile, consuming: Compile) -> 
 
 @case
 def consumed_slices_of_one_tensor(compile: Compile, consuming: Compile) -> None:
-    """6: they share a version counter, so the second raises although it is safe; one call for all rows is right."""
+    """They share a version counter, so the second raises although it is safe; one call for all rows is right."""
     x = logits()
     fn = consuming(log_probs)
     given = x * 1
@@ -282,7 +271,7 @@ def consumed_slices_of_one_tensor(compile: Compile, consuming: Compile) -> None:
 
 @case
 def a_leaf_is_never_consumed(compile: Compile, consuming: Compile) -> None:
-    """8: refused when known at compile time, at run time otherwise."""
+    """Refused when known at compile time, at run time otherwise."""
     x = logits()
     before = x.detach().clone()
     close(grads(consuming(log_probs)(x, TARGET), x)[0], expected_grad())
@@ -354,7 +343,7 @@ def odd_layouts(compile: Compile, consuming: Compile) -> None:
 
 @case
 def logits_divided_in_place(compile: Compile, consuming: Compile) -> None:
-    """15: the caller sees the division, and the gradient is eager's."""
+    """The caller sees the division, and the gradient is eager's."""
 
     def fn(logits: Tensor, target: Tensor) -> Tensor:
         logits.div_(0.7)

@@ -1,7 +1,7 @@
 """How people write log-probabilities, entropies and the losses around them: one function per spelling.
 
 A row is a function with `@spelling(...)`: its parameters name its inputs (`harness.py` makes them), it returns a
-tuple of tensors. The classes (L01 .. R01) are those of the survey of public code; the functions are ours.
+tuple of tensors. Its classes say what it stands for in public code; the functions are ours.
 
 Entry point: `SPELLINGS`. `fused` is the number of `row_stats` and `row_grad` calls the joint graph must hold in
 training, None where a refusal is as good. Longer than a file should be: it is a table, read one row at a time.
@@ -31,8 +31,32 @@ Outputs = tuple[Tensor, ...]
 
 # Classes that have to be fused with no full-vocabulary value left; every other class may be refused.
 MUST_FUSE = frozenset(
-    [f"L{i:02d}" for i in range(1, 14)]
-    + ["L15", "L17", "E01", "E02", "E03", "E04", "E05", "E10", "R01", "D01", "D03"]
+    [
+        "log_softmax",
+        "indexed",
+        "take_along_dim",
+        "nll_loss",
+        "cross_entropy",
+        "class axis one",
+        "reduced cross_entropy",
+        "logsumexp",
+        "logsumexp per row",
+        "logsumexp buffer",
+        "row loop",
+        "result buffer",
+        "chunks",
+        "Categorical",
+        "soft targets",
+        "entropy by expectation",
+        "entropy of log-probs",
+        "softmax times log_softmax",
+        "entropy in chunks",
+        "statistics by hand",
+        "checkpoint",
+        "whole loss",
+        "sharded cross entropy",
+        "sharded log-prob and entropy",
+    ]
 )
 
 
@@ -42,7 +66,7 @@ class Spelling:
 
     Attributes:
         name: the function's name, which is also the test's id.
-        classes: classes of the survey.
+        classes: what it is a spelling of, in words that rows share.
         fn: the loss; returns its outputs, per token or reduced.
         shape: of the logits, "[N,V]" or "[B,S,V]".
         fused: expected row_stats + row_grad in the joint graph in training; None: fused or refused.
@@ -111,50 +135,50 @@ def pick(values: Tensor, target: Tensor) -> Tensor:
     return values.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
-# ---------------------------------------------------------------- L01: log_softmax, gather
+# ---------------------------------------------------------------- log_softmax, gather
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def log_softmax_gather(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.gather(F.log_softmax(logits, dim=-1), -1, target[:, None]).squeeze(-1),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def log_softmax_gather_upcast(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(logits.float().log_softmax(-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def log_softmax_gather_cast_after(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(logits.log_softmax(dim=-1).float(), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def log_softmax_gather_result_cast(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(logits.log_softmax(dim=-1), target).float(),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def log_softmax_dtype_argument(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(F.log_softmax(logits, dim=-1, dtype=torch.float32), target),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def shifted_before(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(F.log_softmax(logits[:, :-1], dim=-1), target[:, 1:]),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def shifted_after(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(torch.log_softmax(logits, dim=2)[..., :-1, :], target[:, 1:]),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def shifted_after_pick(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(torch.log_softmax(logits, dim=2), torch.roll(target, -1, dims=1))[:, :-1],)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def preference_sequence_log_probs(logits: Tensor, ignored_target: Tensor) -> Outputs:
     labels = ignored_target[:, 1:].clone()
     scored = labels != IGNORE
@@ -163,7 +187,7 @@ def preference_sequence_log_probs(logits: Tensor, ignored_target: Tensor) -> Out
     return (per_token * scored).sum(-1), (per_token * scored).sum(-1) / scored.sum(-1)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def labels_times_mask(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     keep = mask[:, 1:]
     index = (keep * target[:, 1:]).unsqueeze(2)
@@ -172,75 +196,75 @@ def labels_times_mask(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     return ((total / keep.sum(1)).to(logits.dtype),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def clamped_dummy_labels(logits: Tensor, ignored_target: Tensor) -> Outputs:
     valid = ignored_target >= 0
     per_token = pick(F.log_softmax(logits.float(), -1), ignored_target.clamp(min=0))
     return (torch.where(valid, per_token, 0.0),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def temperature_number_then_shift(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     scaled = logits / TEMPERATURE
     per_token = pick(scaled[..., :-1, :].log_softmax(-1), target[..., 1:])
     return (per_token * mask[..., 1:],)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def temperature_per_batch(logits: Tensor, target: Tensor, batch_temperature: Tensor) -> Outputs:
     return (pick((logits.float() / batch_temperature).log_softmax(-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def temperature_per_token(logits: Tensor, target: Tensor, row_temperature: Tensor) -> Outputs:
     return (pick((logits / row_temperature[:, None]).float().log_softmax(-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def temperature_reciprocal(logits: Tensor, target: Tensor, row_temperature: Tensor) -> Outputs:
     inverse = row_temperature.reciprocal().unsqueeze(-1)
     return (pick(F.log_softmax(logits.float() * inverse, -1), target),)
 
 
-@spelling("L01", shape=BSV, mutates=True)
+@spelling("log_softmax", shape=BSV, mutates=True)
 def temperature_in_place(logits: Tensor, target: Tensor) -> Outputs:
     logits.div_(TEMPERATURE)
     return (pick(logits.log_softmax(-1), target),)
 
 
-@spelling("L01", shape=BSV, mutates=True)
+@spelling("log_softmax", shape=BSV, mutates=True)
 def temperature_in_place_on_slice(logits: Tensor, target: Tensor) -> Outputs:
     view = logits[:, :-1, :]
     view.div_(TEMPERATURE)
     return (pick(view.log_softmax(-1), target[:, 1:]),)
 
 
-@spelling("L01", shape=BSV)
+@spelling("log_softmax", shape=BSV)
 def clone_divided_in_place(logits: Tensor, target: Tensor) -> Outputs:
     scaled = logits.clone()
     scaled /= TEMPERATURE
     return (pick(scaled.log_softmax(-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def autocast_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return (pick(F.log_softmax(logits, dim=-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def rows_zeroed_before(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     quiet = logits.masked_fill(~mask.bool().unsqueeze(-1), 0.0)
     return (pick(quiet.log_softmax(-1), target),)
 
 
-@spelling("L01")
+@spelling("log_softmax")
 def gathered_then_filtered_rows(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     per_token = pick(logits.log_softmax(-1), target).masked_fill(mask == 0, 0.0)
     return per_token.sum() / mask.sum(), per_token
 
 
-@spelling("L01", "E02", shape=BSV)
+@spelling("log_softmax", "entropy of log-probs", shape=BSV)
 def left_padded_rows_to_response(logits: Tensor, target: Tensor) -> Outputs:
     response = 3  # how many last tokens were sampled
     logits = logits[:, -response - 1 : -1]
@@ -249,14 +273,14 @@ def left_padded_rows_to_response(logits: Tensor, target: Tensor) -> Outputs:
     return pick(log_probs, target[:, -response:]), entropy
 
 
-@spelling("L01", fused=4, shape=BSV)
+@spelling("log_softmax", fused=4, shape=BSV)
 def policy_and_trained_reference(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     policy = pick(logits.log_softmax(-1), target)
     base = pick(reference.log_softmax(-1), target)
     return policy, base, (policy - base).sum(-1)
 
 
-@spelling("L01", fused=3)
+@spelling("log_softmax", fused=3)
 def policy_and_frozen_reference(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     policy = pick(logits.log_softmax(-1), target)
     with torch.no_grad():
@@ -265,53 +289,53 @@ def policy_and_frozen_reference(logits: Tensor, reference: Tensor, target: Tenso
     return policy, gap.exp() - gap - 1
 
 
-@spelling("L01", fused=3)
+@spelling("log_softmax", fused=3)
 def two_temperatures(logits: Tensor, target: Tensor) -> Outputs:
     raw = pick(logits.log_softmax(-1), target)
     tempered = pick((logits / TEMPERATURE).log_softmax(-1), target)
     return raw, tempered
 
 
-@spelling("L01", fused=3)
+@spelling("log_softmax", fused=3)
 def two_temperatures_per_row(logits: Tensor, target: Tensor, row_temperature: Tensor) -> Outputs:
     raw = F.cross_entropy(logits.float(), target, reduction="none")
     tempered = pick((logits.float() / row_temperature[:, None]).log_softmax(-1), target)
     return raw, tempered
 
 
-@spelling("L01", notes="second use of the logits")
+@spelling("log_softmax", notes="second use of the logits")
 def log_probs_and_logits_mean(logits: Tensor, target: Tensor) -> Outputs:
     return pick(logits.log_softmax(-1), target), logits.float().mean(-1)
 
 
-@spelling("L01", fused=None, notes="argmax reads the logits once more")
+@spelling("log_softmax", fused=None, notes="argmax reads the logits once more")
 def log_probs_and_accuracy(logits: Tensor, target: Tensor) -> Outputs:
     hits = (logits.detach().argmax(-1) == target).float()
     return pick(logits.log_softmax(-1), target), hits
 
 
-@spelling("L01", fused=None, notes="mean over every element, not per row")
+@spelling("log_softmax", fused=None, notes="mean over every element, not per row")
 def log_probs_and_global_logits_mean(logits: Tensor, target: Tensor) -> Outputs:
     return pick(logits.log_softmax(-1), target), logits.mean()
 
 
-# ---------------------------------------------------------------- L02, L03: other ways to look up
+# ---------------------------------------------------------------- other ways to look up
 
 
-@spelling("L02")
+@spelling("indexed")
 def arange_index(logits: Tensor, target: Tensor) -> Outputs:
     rows = torch.arange(target.shape[0], device=logits.device)
     return (torch.log_softmax(logits, dim=-1)[rows, target],)
 
 
-@spelling("L02")
+@spelling("indexed")
 def arange_index_shifted(logits: Tensor, target: Tensor) -> Outputs:
     log_probs = torch.log_softmax(logits, dim=-1)
     rows = torch.arange(target.shape[0] - 1)
     return (log_probs[rows, target[1:]],)
 
 
-@spelling("L02", shape=BSV)
+@spelling("indexed", shape=BSV)
 def arange_index_grid(logits: Tensor, target: Tensor) -> Outputs:
     batch, length = target.shape
     rows = torch.arange(batch)[:, None]
@@ -319,39 +343,39 @@ def arange_index_grid(logits: Tensor, target: Tensor) -> Outputs:
     return (F.log_softmax(logits.float(), -1)[rows, columns, target],)
 
 
-@spelling("L03", shape=BSV)
+@spelling("take_along_dim", shape=BSV)
 def take_along_dim(logits: Tensor, target: Tensor) -> Outputs:
     answers = logits[:, 1:].log_softmax(-1)
     return (torch.take_along_dim(answers, target[:, 1:].unsqueeze(-1), dim=2).squeeze(-1),)
 
 
-# ---------------------------------------------------------------- L04 - L07: nll_loss, cross_entropy
+# ---------------------------------------------------------------- nll_loss, cross_entropy
 
 
-@spelling("L04", shape=BSV)
+@spelling("nll_loss", shape=BSV)
 def log_softmax_nll(logits: Tensor, target: Tensor) -> Outputs:
     flat = F.log_softmax(logits.flatten(end_dim=-2).float(), dim=-1)
     return (F.nll_loss(flat, target.flatten(end_dim=-1)),)
 
 
-@spelling("L04")
+@spelling("nll_loss")
 def log_softmax_nll_per_token(logits: Tensor, ignored_target: Tensor) -> Outputs:
     return (F.nll_loss(logits.log_softmax(1), ignored_target, reduction="none"),)
 
 
-@spelling("L05", shape=BSV)
+@spelling("cross_entropy", shape=BSV)
 def minus_cross_entropy_flat(logits: Tensor, target: Tensor) -> Outputs:
     flat = logits.contiguous().view(-1, logits.size(-1)).float()
     loss = F.cross_entropy(flat, target.contiguous().view(-1), reduction="none")
     return (-loss.view(target.shape),)
 
 
-@spelling("L05")
+@spelling("cross_entropy")
 def minus_cross_entropy_as_given(logits: Tensor, target: Tensor) -> Outputs:
     return (-F.cross_entropy(logits, target, reduction="none"),)
 
 
-@spelling("L05", shape=BSV)
+@spelling("cross_entropy", shape=BSV)
 def minus_cross_entropy_ignored_shifted(logits: Tensor, ignored_target: Tensor) -> Outputs:
     shifted = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
     labels = ignored_target[:, 1:].reshape(-1)
@@ -359,7 +383,7 @@ def minus_cross_entropy_ignored_shifted(logits: Tensor, ignored_target: Tensor) 
     return (-loss.reshape(logits.shape[0], -1),)
 
 
-@spelling("L05", "E01", shape=BSV)
+@spelling("cross_entropy", "entropy by expectation", shape=BSV)
 def minus_cross_entropy_with_entropy_metric(logits: Tensor, ignored_target: Tensor) -> Outputs:
     wide = logits.float()
     log_probs = -F.cross_entropy(
@@ -370,7 +394,7 @@ def minus_cross_entropy_with_entropy_metric(logits: Tensor, ignored_target: Tens
     return log_probs, entropy
 
 
-@spelling("L05", shape=BSV)
+@spelling("cross_entropy", shape=BSV)
 def dynamic_fine_tuning(logits: Tensor, ignored_target: Tensor) -> Outputs:
     labels = F.pad(ignored_target, (0, 1), value=IGNORE)[:, 1:].flatten()
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels, reduction="none")
@@ -380,31 +404,31 @@ def dynamic_fine_tuning(logits: Tensor, ignored_target: Tensor) -> Outputs:
     return ((loss * weight * scored).sum() / scored.sum(), loss)
 
 
-@spelling("L05")
+@spelling("cross_entropy")
 def cross_entropy_other_pad(logits: Tensor, target: Tensor) -> Outputs:
     return (F.cross_entropy(logits, target, reduction="none", ignore_index=PAD),)
 
 
-@spelling("L05")
+@spelling("cross_entropy")
 def cross_entropy_concatenated_row(logits: Tensor, target: Tensor) -> Outputs:
     zero_row = torch.zeros_like(logits[:1])
     padded = torch.cat([zero_row, logits[:-1]], 0)
     return (-F.cross_entropy(padded, target, reduction="none"),)
 
 
-@spelling("L06", shape=BSV)
+@spelling("class axis one", shape=BSV)
 def class_axis_one(logits: Tensor, ignored_target: Tensor) -> Outputs:
     swapped = logits.permute(0, 2, 1)
     return (-F.cross_entropy(swapped, ignored_target, reduction="none", ignore_index=IGNORE),)
 
 
-@spelling("L06", shape=BSV)
+@spelling("class axis one", shape=BSV)
 def class_axis_one_transposed(logits: Tensor, target: Tensor) -> Outputs:
     swapped = logits[:, :-1].float().transpose(1, 2)
     return (F.cross_entropy(input=swapped, target=target[:, 1:], reduction="none"),)
 
 
-@spelling("L07", shape=BSV)
+@spelling("reduced cross_entropy", shape=BSV)
 def language_model_loss(logits: Tensor, ignored_target: Tensor) -> Outputs:
     shifted = logits[..., :-1, :].contiguous()
     labels = ignored_target[..., 1:].contiguous()
@@ -412,17 +436,17 @@ def language_model_loss(logits: Tensor, ignored_target: Tensor) -> Outputs:
     return (criterion(shifted.view(-1, shifted.size(-1)), labels.view(-1)),)
 
 
-@spelling("L07")
+@spelling("reduced cross_entropy")
 def cross_entropy_mean(logits: Tensor, target: Tensor) -> Outputs:
     return (F.cross_entropy(logits, target),)
 
 
-@spelling("L07")
+@spelling("reduced cross_entropy")
 def cross_entropy_sum(logits: Tensor, ignored_target: Tensor) -> Outputs:
     return (F.cross_entropy(logits.float(), ignored_target, reduction="sum"),)
 
 
-@spelling("L07")
+@spelling("reduced cross_entropy")
 def cross_entropy_with_z_loss(logits: Tensor, ignored_target: Tensor) -> Outputs:
     loss = F.cross_entropy(logits.float(), ignored_target, ignore_index=IGNORE)
     scored = ignored_target != IGNORE
@@ -430,28 +454,28 @@ def cross_entropy_with_z_loss(logits: Tensor, ignored_target: Tensor) -> Outputs
     return loss, 1e-2 * (squares * scored).sum() / scored.sum()
 
 
-@spelling("L07", fused=3)
+@spelling("reduced cross_entropy", fused=3)
 def cross_entropy_raw_beside_tempered(logits: Tensor, target: Tensor) -> Outputs:
     tempered = logits.float() / TEMPERATURE
     return F.cross_entropy(tempered, target), F.cross_entropy(logits.float(), target)
 
 
-@spelling("L07", fused=None)
+@spelling("reduced cross_entropy", fused=None)
 def cross_entropy_class_weights(logits: Tensor, target: Tensor, vocab_weight: Tensor) -> Outputs:
     return (F.cross_entropy(logits.float(), target, weight=vocab_weight),)
 
 
-# ---------------------------------------------------------------- L08 - L10: logit minus logsumexp
+# ---------------------------------------------------------------- logit minus logsumexp
 
 
-@spelling("L08", shape=BSV)
+@spelling("logsumexp", shape=BSV)
 def logit_minus_logsumexp(logits: Tensor, target: Tensor) -> Outputs:
     wide = logits.to(torch.float32)
     picked = torch.gather(wide, -1, target.unsqueeze(-1)).squeeze(-1)
     return (picked - torch.logsumexp(wide, dim=-1),)
 
 
-@spelling("L08", "E01")
+@spelling("logsumexp", "entropy by expectation")
 def logit_minus_logsumexp_keepdim(logits: Tensor, target: Tensor) -> Outputs:
     lse = logits.logsumexp(-1, keepdim=True)
     probs = torch.exp(logits - lse)
@@ -459,20 +483,20 @@ def logit_minus_logsumexp_keepdim(logits: Tensor, target: Tensor) -> Outputs:
     return (logits.gather(-1, target[:, None]) - lse)[:, 0], entropy
 
 
-@spelling("L09", shape=BSV)
+@spelling("logsumexp per row", shape=BSV)
 def row_loop_of_logsumexps(logits: Tensor, target: Tensor) -> Outputs:
     picked = torch.gather(logits, dim=-1, index=target.unsqueeze(-1)).squeeze(-1)
     norms = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
     return (picked - norms,)
 
 
-@spelling("L09")
+@spelling("logsumexp per row")
 def row_loop_over_tokens(logits: Tensor, target: Tensor) -> Outputs:
     norms = torch.stack([row.logsumexp(-1) for row in logits])
     return (pick(logits, target) - norms,)
 
 
-@spelling("L09", shape=BSV)
+@spelling("logsumexp per row", shape=BSV)
 def row_loop_many_columns(logits: Tensor, target: Tensor) -> Outputs:
     columns = torch.stack([target, (target + 3) % logits.shape[-1]], -1)
     picked = logits.gather(-1, columns)
@@ -480,7 +504,7 @@ def row_loop_many_columns(logits: Tensor, target: Tensor) -> Outputs:
     return (picked - norms.unsqueeze(-1),)
 
 
-@spelling("L09", shape=BSV)
+@spelling("logsumexp per row", shape=BSV)
 def row_loop_reinforce(logits: Tensor, target: Tensor, mask: Tensor, advantages: Tensor) -> Outputs:
     logits = logits[:, -4:-1, :] / TEMPERATURE
     tokens = target[:, -3:]
@@ -492,7 +516,7 @@ def row_loop_reinforce(logits: Tensor, target: Tensor, mask: Tensor, advantages:
     return (loss.mean(),)
 
 
-@spelling("L10", shape=BSV, mutates=True)
+@spelling("logsumexp buffer", shape=BSV, mutates=True)
 def logsumexp_buffer_in_place_temperature(logits: Tensor, target: Tensor) -> Outputs:
     logits.div_(TEMPERATURE)
     picked = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1)
@@ -502,7 +526,7 @@ def logsumexp_buffer_in_place_temperature(logits: Tensor, target: Tensor) -> Out
     return (picked - norms,)
 
 
-@spelling("L10")
+@spelling("logsumexp buffer")
 def logsumexp_buffer(logits: Tensor, target: Tensor) -> Outputs:
     wide = logits.float()
     norms = torch.empty(wide.shape[0], dtype=wide.dtype)
@@ -511,10 +535,10 @@ def logsumexp_buffer(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(wide, target) - norms,)
 
 
-# ---------------------------------------------------------------- L11 - L13: loops and chunks
+# ---------------------------------------------------------------- loops and chunks
 
 
-@spelling("L11", shape=BSV)
+@spelling("row loop", shape=BSV)
 def row_loop_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     per_row = []
     for row, tokens in zip(logits, target, strict=True):
@@ -523,7 +547,7 @@ def row_loop_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.stack(per_row),)
 
 
-@spelling("L11", shape=BSV)
+@spelling("row loop", shape=BSV)
 def row_loop_shifted(logits: Tensor, target: Tensor) -> Outputs:
     logits, target = logits[:, :-1, :], target[:, 1:]
     per_row = []
@@ -533,7 +557,7 @@ def row_loop_shifted(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.stack(per_row, dim=0),)
 
 
-@spelling("L11", "E02", shape=BSV)
+@spelling("row loop", "entropy of log-probs", shape=BSV)
 def row_loop_indexed(logits: Tensor, target: Tensor) -> Outputs:
     picked, entropies = [], []
     for i in range(logits.shape[0]):
@@ -543,7 +567,7 @@ def row_loop_indexed(logits: Tensor, target: Tensor) -> Outputs:
     return torch.stack(picked), torch.stack(entropies)
 
 
-@spelling("L11", shape=BSV)
+@spelling("row loop", shape=BSV)
 def ragged_samples(logits: Tensor, target: Tensor) -> Outputs:
     lengths = (2, 4, 3)  # response lengths of the batch's samples
     pieces = []
@@ -553,7 +577,7 @@ def ragged_samples(logits: Tensor, target: Tensor) -> Outputs:
     return tuple(pieces)
 
 
-@spelling("L11")
+@spelling("row loop")
 def packed_samples(logits: Tensor, target: Tensor) -> Outputs:
     pieces, first = [], 0
     for length in (3, 4):  # two samples packed into one row dimension
@@ -563,7 +587,7 @@ def packed_samples(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.cat(pieces),)
 
 
-@spelling("L12", shape=BSV)
+@spelling("result buffer", shape=BSV)
 def result_buffer(logits: Tensor, target: Tensor) -> Outputs:
     result = torch.empty_like(target, dtype=torch.float32)
     for first in range(0, logits.shape[0], 2):
@@ -573,7 +597,7 @@ def result_buffer(logits: Tensor, target: Tensor) -> Outputs:
     return (result,)
 
 
-@spelling("L12", shape=BSV)
+@spelling("result buffer", shape=BSV)
 def result_buffer_along_sequence(logits: Tensor, target: Tensor) -> Outputs:
     result = torch.zeros(target.shape, dtype=torch.float32)
     for first in range(0, logits.shape[1], 2):
@@ -582,7 +606,7 @@ def result_buffer_along_sequence(logits: Tensor, target: Tensor) -> Outputs:
     return (result,)
 
 
-@spelling("L13")
+@spelling("chunks")
 def chunk_and_cat(logits: Tensor, target: Tensor) -> Outputs:
     pieces = [
         pick(part.float().log_softmax(-1), tokens)
@@ -591,7 +615,7 @@ def chunk_and_cat(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.cat(pieces),)
 
 
-@spelling("L13", shape=BSV)
+@spelling("chunks", shape=BSV)
 def split_sequence_and_cat(logits: Tensor, target: Tensor) -> Outputs:
     pieces = [
         -F.cross_entropy(part.flatten(0, 1), tokens.flatten(), reduction="none").view_as(tokens)
@@ -600,7 +624,7 @@ def split_sequence_and_cat(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.cat(pieces, dim=1),)
 
 
-@spelling("L13", "E02")
+@spelling("chunks", "entropy of log-probs")
 def slices_of_one_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     log_probs = F.log_softmax(logits.float() / TEMPERATURE, dim=-1)
     picked, entropies = [], []
@@ -611,7 +635,7 @@ def slices_of_one_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     return torch.cat(picked), torch.cat(entropies)
 
 
-@spelling("L13", "E04", shape=BSV)
+@spelling("chunks", "entropy in chunks", shape=BSV)
 def microbatches(logits: Tensor, target: Tensor) -> Outputs:
     picked, entropies = [], []
     for part, tokens in zip(logits.split(2), target.split(2), strict=True):
@@ -621,70 +645,70 @@ def microbatches(logits: Tensor, target: Tensor) -> Outputs:
     return torch.cat(picked), torch.cat(entropies)
 
 
-# ---------------------------------------------------------------- L14: probability space
+# ---------------------------------------------------------------- probability space
 
 
-@spelling("L14", fused=None)
+@spelling("probability space", fused=None)
 def log_of_gathered_probability(logits: Tensor, target: Tensor) -> Outputs:
     return (torch.log(pick(logits.softmax(-1), target)),)
 
 
-@spelling("L14", fused=None)
+@spelling("probability space", fused=None)
 def log_of_clamped_probability(logits: Tensor, target: Tensor) -> Outputs:
     probs = logits.softmax(-1)
     safe = probs.clamp(min=1e-4)
     return pick(probs, target).clamp(min=1e-4).log(), -(probs * safe.log()).sum(-1)
 
 
-@spelling("L14", fused=None)
+@spelling("probability space", fused=None)
 def softmax_log(logits: Tensor, target: Tensor) -> Outputs:
     return (F.nll_loss(logits.softmax(-1).log(), target, reduction="none"),)
 
 
-# ---------------------------------------------------------------- L15: Categorical
+# ---------------------------------------------------------------- Categorical
 
 
-@spelling("L15")
+@spelling("Categorical")
 def categorical_both(logits: Tensor, target: Tensor) -> Outputs:
     policy = Categorical(logits=logits, validate_args=False)
     return policy.log_prob(target), policy.entropy()
 
 
-@spelling("L15", shape=BSV)
+@spelling("Categorical", shape=BSV)
 def categorical_entropy_flat(logits: Tensor) -> Outputs:
     flat = Categorical(logits=logits.reshape(-1, logits.shape[-1]), validate_args=False)
     return (flat.entropy().view(logits.shape[:-1]),)
 
 
-@spelling("L15")
+@spelling("Categorical")
 def categorical_log_prob(logits: Tensor, target: Tensor) -> Outputs:
     return (Categorical(logits=logits.float(), validate_args=False).log_prob(target),)
 
 
-# ---------------------------------------------------------------- L16: masked and filtered
+# ---------------------------------------------------------------- masked and filtered
 
 
-@spelling("L16", fused=None)
+@spelling("masked or filtered", fused=None)
 def vocabulary_mask(logits: Tensor, target: Tensor, allowed: Tensor) -> Outputs:
     masked = logits.masked_fill(~allowed, float("-inf"))
     return (pick(masked.log_softmax(-1), target),)
 
 
-@spelling("L16", fused=None)
+@spelling("masked or filtered", fused=None)
 def masked_rows_then_cross_entropy(logits: Tensor, target: Tensor, mask: Tensor) -> Outputs:
     labels = target.masked_fill(~mask.bool(), IGNORE)
     flat = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE)
     return (-flat.reshape_as(target),)
 
 
-@spelling("L16", fused=None)
+@spelling("masked or filtered", fused=None)
 def top_k_filter(logits: Tensor) -> Outputs:
     kept = torch.topk(logits.float(), 5, dim=-1).values[..., -1:]
     filtered = logits.float().masked_fill(logits < kept, float("-inf"))
     return (pick(filtered.log_softmax(-1), logits.argmax(-1)),)
 
 
-@spelling("L16", fused=None)
+@spelling("masked or filtered", fused=None)
 def renormalised_masked_policy(logits: Tensor, target: Tensor, allowed: Tensor) -> Outputs:
     probs = Categorical(logits=logits, validate_args=False).probs
     kept = torch.where(allowed, probs, torch.zeros_like(probs))
@@ -692,16 +716,16 @@ def renormalised_masked_policy(logits: Tensor, target: Tensor, allowed: Tensor) 
     return (policy.log_prob(target),)
 
 
-# ---------------------------------------------------------------- L17: soft targets
+# ---------------------------------------------------------------- soft targets
 
 
-@spelling("L17", fused=None, notes="the [N,V] one-hot itself is full-vocabulary")
+@spelling("soft targets", fused=None, notes="the [N,V] one-hot itself is full-vocabulary")
 def one_hot_product(logits: Tensor, target: Tensor) -> Outputs:
     one_hot = F.one_hot(target, logits.shape[-1]).to(logits.dtype)
     return ((one_hot * logits.log_softmax(-1)).sum(-1),)
 
 
-@spelling("L17")
+@spelling("soft targets")
 def smoothed_by_scatter(logits: Tensor, target: Tensor) -> Outputs:
     smoothing = 0.1
     soft = torch.full_like(logits, smoothing / (logits.shape[-1] - 1))
@@ -709,7 +733,7 @@ def smoothed_by_scatter(logits: Tensor, target: Tensor) -> Outputs:
     return (-(logits.log_softmax(1) * soft.detach()).sum() / logits.shape[0],)
 
 
-@spelling("L17", shape=BSV)
+@spelling("soft targets", shape=BSV)
 def smoothed_by_sum(logits: Tensor, target: Tensor) -> Outputs:
     smoothing = 0.1
     log_probs = logits.float().log_softmax(-1)
@@ -722,12 +746,12 @@ def smoothed_by_sum(logits: Tensor, target: Tensor) -> Outputs:
     return (1.0 - smoothing - share) * nll.sum() + share * smooth.sum(), nll.sum()
 
 
-@spelling("L17")
+@spelling("soft targets")
 def cross_entropy_label_smoothing(logits: Tensor, ignored_target: Tensor) -> Outputs:
     return (F.cross_entropy(logits.float(), ignored_target, label_smoothing=0.1),)
 
 
-# ---------------------------------------------------------------- E01 - E03: entropy in one expression
+# ---------------------------------------------------------------- entropy in one expression
 
 
 def entropy_by_expectation(logits: Tensor) -> Tensor:
@@ -735,102 +759,106 @@ def entropy_by_expectation(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1) - torch.sum(probs * logits, dim=-1)
 
 
-@spelling("E01")
+@spelling("entropy by expectation")
 def entropy_expected_logit(logits: Tensor) -> Outputs:
     return (entropy_by_expectation(logits),)
 
 
-@spelling("E01", "L01", shape=BSV)
+@spelling("entropy by expectation", "log_softmax", shape=BSV)
 def entropy_expected_logit_upcast(logits: Tensor, target: Tensor) -> Outputs:
     wide = logits.float() / TEMPERATURE
     return pick(wide.log_softmax(-1), target), entropy_by_expectation(wide)
 
 
-@spelling("E01", "L01")
+@spelling("entropy by expectation", "log_softmax")
 def entropy_under_no_grad(logits: Tensor, target: Tensor) -> Outputs:
     with torch.no_grad():
         entropy = entropy_by_expectation(logits)
     return pick(logits.log_softmax(-1), target), entropy
 
 
-@spelling("E01", "L08")
+@spelling("entropy by expectation", "logsumexp")
 def entropy_of_detached(logits: Tensor, target: Tensor) -> Outputs:
     entropy = entropy_by_expectation(logits.detach().float())
     wide = logits.float()
     return pick(wide, target) - wide.logsumexp(-1), entropy
 
 
-@spelling("E01", fused=1, notes="no gradient anywhere")
+@spelling("entropy by expectation", fused=1, notes="no gradient anywhere")
 def entropy_metric_only(logits: Tensor) -> Outputs:
     with torch.no_grad():
         return (entropy_by_expectation(logits.float()),)
 
 
-@spelling("E01", shape=BSV)
+@spelling("entropy by expectation", shape=BSV)
 def entropy_shifted_after(logits: Tensor) -> Outputs:
     return (entropy_by_expectation(logits)[:, :-1],)
 
 
-@spelling("E01", "L01", notes="an entropy bonus switched off by its coefficient")
+@spelling(
+    "entropy by expectation",
+    "log_softmax",
+    notes="an entropy bonus switched off by its coefficient",
+)
 def entropy_coefficient_zero(logits: Tensor, target: Tensor, advantages: Tensor) -> Outputs:
     log_probs = pick(logits.float().log_softmax(-1), target)
     entropy = entropy_by_expectation(logits.float())
     return -(log_probs * advantages).mean() - 0.0 * entropy.mean(), entropy.detach()
 
 
-@spelling("E02", "L01")
+@spelling("entropy of log-probs", "log_softmax")
 def entropy_of_one_log_softmax(logits: Tensor, target: Tensor) -> Outputs:
     log_probs = torch.nn.functional.log_softmax(logits.float() / TEMPERATURE, dim=-1)
     entropy = -torch.sum(log_probs.exp() * log_probs, dim=-1)
     return pick(log_probs, target), entropy
 
 
-@spelling("E02")
+@spelling("entropy of log-probs")
 def entropy_as_given(logits: Tensor) -> Outputs:
     log_probs = logits.log_softmax(-1)
     return (-(torch.exp(log_probs) * log_probs).sum(-1),)
 
 
-@spelling("E02")
+@spelling("entropy of log-probs")
 def entropy_cast_back(logits: Tensor) -> Outputs:
     log_probs = logits.float().log_softmax(-1)
     return ((log_probs.exp() * log_probs).sum(-1).neg().to(logits.dtype),)
 
 
-@spelling("E02")
+@spelling("entropy of log-probs")
 def entropy_detached_weights(logits: Tensor) -> Outputs:
     log_probs = logits.float().log_softmax(-1)
     return (-(log_probs.exp().detach() * log_probs).sum(-1),)
 
 
-@spelling("E02", "L08")
+@spelling("entropy of log-probs", "logsumexp")
 def entropy_of_normalised_logits(logits: Tensor, target: Tensor) -> Outputs:
     normed = logits - logits.logsumexp(dim=-1, keepdim=True)
     return pick(normed, target), -(normed.exp() * normed).sum(-1)
 
 
-@spelling("E02")
+@spelling("entropy of log-probs")
 def entropy_by_einsum(logits: Tensor) -> Outputs:
     log_probs = logits.float().log_softmax(-1)
     return (-torch.einsum("nv,nv->n", log_probs.exp(), log_probs),)
 
 
-@spelling("E03")
+@spelling("softmax times log_softmax")
 def softmax_times_log_softmax(logits: Tensor) -> Outputs:
     return (-(logits.softmax(1) * logits.log_softmax(1)).sum(1),)
 
 
-@spelling("E03", shape=BSV)
+@spelling("softmax times log_softmax", shape=BSV)
 def softmax_times_log_softmax_mean(logits: Tensor, mask: Tensor) -> Outputs:
     probs = logits.float().softmax(-1)
     entropy = -(probs * logits.float().log_softmax(-1)).sum(-1)
     return ((entropy * mask).sum() / mask.sum(),)
 
 
-# ---------------------------------------------------------------- E04, E05: chunks, by hand
+# ---------------------------------------------------------------- entropy in chunks, by hand
 
 
-@spelling("E04", shape=BSV)
+@spelling("entropy in chunks", shape=BSV)
 def entropy_split_and_cat(logits: Tensor) -> Outputs:
     pieces = []
     for part in logits.reshape(-1, logits.shape[-1]).split(4, dim=0):
@@ -839,7 +867,7 @@ def entropy_split_and_cat(logits: Tensor) -> Outputs:
     return (torch.cat(pieces).reshape(logits.shape[:-1]),)
 
 
-@spelling("E04")
+@spelling("entropy in chunks")
 def entropy_buffer(logits: Tensor) -> Outputs:
     entropy = torch.zeros(logits.shape[0])
     for first in range(0, logits.shape[0], 3):
@@ -849,13 +877,13 @@ def entropy_buffer(logits: Tensor) -> Outputs:
     return (entropy,)
 
 
-@spelling("E04", "L01", shape=BSV)
+@spelling("entropy in chunks", "log_softmax", shape=BSV)
 def entropy_row_loop(logits: Tensor, target: Tensor) -> Outputs:
     entropy = torch.stack([entropy_by_expectation(row.float()) for row in logits])
     return pick(logits.float().log_softmax(-1), target), entropy
 
 
-@spelling("E05")
+@spelling("statistics by hand")
 def baselines_entropy(logits: Tensor) -> Outputs:
     shifted = logits - torch.max(logits, dim=-1, keepdim=True)[0]
     weights = torch.exp(shifted)
@@ -864,7 +892,7 @@ def baselines_entropy(logits: Tensor) -> Outputs:
     return (torch.sum(probs * (torch.log(total) - shifted), dim=-1),)
 
 
-@spelling("E05", "L01")
+@spelling("statistics by hand", "log_softmax")
 def statistics_amax_detached(logits: Tensor, target: Tensor) -> Outputs:
     shifted = logits.float() - logits.float().amax(-1, keepdim=True).detach()
     log_sum = shifted.exp().sum(-1).log()
@@ -872,14 +900,14 @@ def statistics_amax_detached(logits: Tensor, target: Tensor) -> Outputs:
     return pick(shifted, target) - log_sum, log_sum - (probs * shifted).sum(-1)
 
 
-@spelling("E05")
+@spelling("statistics by hand")
 def statistics_amax_attached(logits: Tensor, target: Tensor) -> Outputs:
     peak = logits.amax(dim=-1, keepdim=True)
     log_sum = torch.log(torch.sum(torch.exp(logits - peak), dim=-1))
     return (pick(logits, target) - peak.squeeze(-1) - log_sum,)
 
 
-@spelling("E05", shape=BSV)
+@spelling("statistics by hand", shape=BSV)
 def statistics_max_in_place(logits: Tensor, target: Tensor) -> Outputs:
     work = logits.float().clone()
     work.sub_(work.detach().max(-1, keepdim=True).values)
@@ -887,34 +915,34 @@ def statistics_max_in_place(logits: Tensor, target: Tensor) -> Outputs:
     return (picked - work.exp().sum(-1).log(),)
 
 
-# ---------------------------------------------------------------- E06 - E10
+# ---------------------------------------------------------------- entropy: guards, chunks, checkpoints
 
 
-@spelling("E06", fused=None)
+@spelling("guarded entropy", fused=None)
 def entropy_where_positive(logits: Tensor) -> Outputs:
     log_probs = logits.float().log_softmax(-1)
     probs = log_probs.exp()
     return (-torch.where(probs > 0, probs * log_probs, 0.0).sum(-1),)
 
 
-@spelling("E06", fused=None)
+@spelling("guarded entropy", fused=None)
 def entropy_eps(logits: Tensor) -> Outputs:
     probs = logits.softmax(-1)
     return (-(probs * torch.log(probs + 1e-3)).sum(-1),)
 
 
-@spelling("E06", fused=None)
+@spelling("guarded entropy", fused=None)
 def entropy_xlogy(logits: Tensor) -> Outputs:
     probs = logits.float().softmax(-1)
     return (-torch.xlogy(probs, probs).sum(-1),)
 
 
-@spelling("E06", fused=None)
+@spelling("guarded entropy", fused=None)
 def entropy_special(logits: Tensor) -> Outputs:
     return (torch.special.entr(logits.float().softmax(-1)).sum(-1),)
 
 
-@spelling("E07", fused=None)
+@spelling("vocabulary in chunks", fused=None)
 def entropy_streaming_vocabulary(logits: Tensor) -> Outputs:
     norm = logits.float().logsumexp(-1, keepdim=True)
     entropy = torch.zeros(logits.shape[0])
@@ -924,7 +952,7 @@ def entropy_streaming_vocabulary(logits: Tensor) -> Outputs:
     return (entropy,)
 
 
-@spelling("E08", fused=None)
+@spelling("top-k weight", fused=None)
 def top_k_entropy_weight(logits: Tensor, target: Tensor) -> Outputs:
     loss = F.cross_entropy(logits.float(), target, reduction="none")
     with torch.no_grad():
@@ -934,19 +962,19 @@ def top_k_entropy_weight(logits: Tensor, target: Tensor) -> Outputs:
     return (loss * weight, weight)
 
 
-@spelling("E09", fused=None)
+@spelling("squared probabilities", fused=None)
 def sum_of_squared_probabilities(logits: Tensor) -> Outputs:
     wide = logits.float()
     return (torch.exp(torch.logsumexp(2 * wide, -1) - 2 * torch.logsumexp(wide, -1)),)
 
 
-@spelling("E10", "L01")
+@spelling("checkpoint", "log_softmax")
 def entropy_checkpointed(logits: Tensor, target: Tensor) -> Outputs:
     entropy = checkpoint(entropy_by_expectation, logits.float(), use_reentrant=False)
     return pick(logits.float().log_softmax(-1), target), entropy
 
 
-@spelling("E10", shape=BSV)
+@spelling("checkpoint", shape=BSV)
 def entropy_checkpointed_whole_loss(logits: Tensor, target: Tensor) -> Outputs:
     def both(wide: Tensor) -> Outputs:
         log_probs = wide.log_softmax(-1)
@@ -955,10 +983,10 @@ def entropy_checkpointed_whole_loss(logits: Tensor, target: Tensor) -> Outputs:
     return tuple(checkpoint(both, logits / TEMPERATURE, use_reentrant=False))
 
 
-# ---------------------------------------------------------------- K: over the whole vocabulary
+# ---------------------------------------------------------------- divergences over the whole vocabulary
 
 
-@spelling("K01", fused=None)
+@spelling("divergence", fused=None)
 def forward_kl(logits: Tensor, teacher: Tensor) -> Outputs:
     probs = F.softmax(teacher, dim=-1, dtype=torch.float32)
     student = F.log_softmax(logits, dim=-1, dtype=torch.float32)
@@ -966,14 +994,14 @@ def forward_kl(logits: Tensor, teacher: Tensor) -> Outputs:
     return (-kept.sum(-1),)
 
 
-@spelling("K02", fused=None)
+@spelling("kl_div", fused=None)
 def kl_div_of_softmaxes(logits: Tensor, teacher: Tensor, mask: Tensor) -> Outputs:
     student, probs = F.log_softmax(logits.float(), -1), F.softmax(teacher.float(), -1)
     kl = F.kl_div(student, probs, reduction="none").sum(-1)
     return ((kl * mask).sum() / mask.sum(),)
 
 
-@spelling("K03", fused=None)
+@spelling("Jensen-Shannon", fused=None)
 def jensen_shannon(logits: Tensor, teacher: Tensor) -> Outputs:
     beta = torch.tensor(0.3)
     student, other = F.log_softmax(logits.float(), -1), F.log_softmax(teacher.float(), -1)
@@ -986,7 +1014,7 @@ def jensen_shannon(logits: Tensor, teacher: Tensor) -> Outputs:
 
 
 @spelling(
-    "K04",
+    "top-k divergence",
     fused=None,
     data=("plain",),
     notes="on hard data 1 - p has no digit left: eager's rounded logsumexp is in both p and 1 - p there and cancels, the "
@@ -1002,13 +1030,13 @@ def top_k_distillation(logits: Tensor, teacher: Tensor) -> Outputs:
     return (other.exp() * (other - student)).sum(-1), tail
 
 
-@spelling("K01", "L01", fused=None)
+@spelling("divergence", "log_softmax", fused=None)
 def reverse_kl_of_full_rows(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     policy, base = logits.log_softmax(-1), reference.detach().log_softmax(-1)
     return pick(policy, target), (policy.exp() * (policy - base)).sum(-1)
 
 
-# ---------------------------------------------------------------- D: vocabulary-parallel, one rank
+# ---------------------------------------------------------------- vocabulary-parallel, one rank
 
 
 def all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -1187,23 +1215,25 @@ class ShardedLogProbEntropyFromSoftmax(torch.autograd.Function):
         return grad - inner * grad_entropy.unsqueeze(-1), None
 
 
-@spelling("D01", collectives=True)
+@spelling("sharded cross entropy", collectives=True)
 def sharded_cross_entropy(logits: Tensor, target: Tensor) -> Outputs:
     return (ShardedCrossEntropy.apply(logits.clone(), target),)
 
 
-@spelling("D01", shape=BSV, collectives=True)
+@spelling("sharded cross entropy", shape=BSV, collectives=True)
 def sharded_log_probs(logits: Tensor, target: Tensor) -> Outputs:
     scaled = logits.float() / TEMPERATURE
     return (-ShardedCrossEntropy.apply(scaled, target),)
 
 
-@spelling("D01", collectives=True)
+@spelling("sharded cross entropy", collectives=True)
 def sharded_cross_entropy_one_reduction(logits: Tensor, target: Tensor) -> Outputs:
     return (-ShardedCrossEntropyOneReduction.apply(logits.clone(), target),)
 
 
-@spelling("D01", "R01", collectives=True, notes="slime's loss of the seeds' time")
+@spelling(
+    "sharded cross entropy", "whole loss", collectives=True, notes="slime's loss of the seeds' time"
+)
 def clones_sharded_log_prob_and_entropy(
     logits: Tensor, target: Tensor, drift: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -1217,23 +1247,23 @@ def clones_sharded_log_prob_and_entropy(
     return policy - 0.01 * entropy.mean(), log_probs, entropy
 
 
-@spelling("D01", "D02", shape=BSV, collectives=True)
+@spelling("sharded cross entropy", "sharded entropy", shape=BSV, collectives=True)
 def clones_sharded_entropy_restored(logits: Tensor, target: Tensor) -> Outputs:
     log_probs = -ShardedCrossEntropy.apply(logits.clone(), target)
     return log_probs, ShardedEntropyRestoringInput.apply(logits.float().clone())
 
 
-@spelling("D02", collectives=True, fused=None)
+@spelling("sharded entropy", collectives=True, fused=None)
 def sharded_entropy(logits: Tensor) -> Outputs:
     return (ShardedEntropy.apply(logits.float()),)
 
 
-@spelling("D03", collectives=True)
+@spelling("sharded log-prob and entropy", collectives=True)
 def sharded_log_prob_and_entropy(logits: Tensor, target: Tensor) -> Outputs:
     return tuple(ShardedLogProbEntropy.apply(logits, target))
 
 
-@spelling("D03", collectives=True)
+@spelling("sharded log-prob and entropy", collectives=True)
 def sharded_log_prob_and_entropy_chunked(logits: Tensor, target: Tensor) -> Outputs:
     pieces = [
         ShardedLogProbEntropy.apply(part / TEMPERATURE, tokens)
@@ -1243,18 +1273,18 @@ def sharded_log_prob_and_entropy_chunked(logits: Tensor, target: Tensor) -> Outp
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-@spelling("D03", collectives=True)
+@spelling("sharded log-prob and entropy", collectives=True)
 def sharded_log_prob_entropy_metric(logits: Tensor, target: Tensor) -> Outputs:
     log_probs, entropy = ShardedLogProbEntropy.apply(logits, target)
     return log_probs, entropy.detach()
 
 
-@spelling("D03", collectives=True)
+@spelling("sharded log-prob and entropy", collectives=True)
 def sharded_log_prob_entropy_from_softmax(logits: Tensor, target: Tensor) -> Outputs:
     return tuple(ShardedLogProbEntropyFromSoftmax.apply(logits, target))
 
 
-@spelling("D03", "R01", shape=BSV, collectives=True)
+@spelling("sharded log-prob and entropy", "whole loss", shape=BSV, collectives=True)
 def sharded_samples_of_a_packed_row(logits: Tensor, target: Tensor) -> Outputs:
     packed = logits[:1].squeeze(0).float().div(TEMPERATURE).contiguous()
     tokens = torch.zeros_like(target[0])
@@ -1348,17 +1378,17 @@ class CombinedNorm(torch.autograd.Function):
         return grad * (local - norm).exp()
 
 
-@spelling("D04", collectives=True, fused=None)
+@spelling("sharded distribution", collectives=True, fused=None)
 def distributed_log_prob(logits: Tensor, target: Tensor) -> Outputs:
     return (DistributedLogProb.apply(logits, target),)
 
 
-@spelling("D05", collectives=True, fused=None)
+@spelling("functional collectives", collectives=True, fused=None)
 def functional_loss_parallel(logits: Tensor, target: Tensor) -> Outputs:
     return (FunctionalLossParallel.apply(logits.float(), target),)
 
 
-@spelling("D07", collectives=True, fused=None)
+@spelling("shards' norms", collectives=True, fused=None)
 def combined_shard_norms(logits: Tensor, target: Tensor) -> Outputs:
     wide = logits.float()
     here = (target >= 0) & (target < wide.shape[-1])
@@ -1366,12 +1396,12 @@ def combined_shard_norms(logits: Tensor, target: Tensor) -> Outputs:
     return (CombinedNorm.apply(wide.logsumexp(-1)) - picked,)
 
 
-@spelling("D10", collectives=True, fused=None)
+@spelling("sharded soft targets", collectives=True, fused=None)
 def sharded_soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Outputs:
     return (ShardedSoftCrossEntropy.apply(logits, teacher),)
 
 
-# ---------------------------------------------------------------- F: the matmul inside
+# ---------------------------------------------------------------- the matmul inside
 
 
 class ChunkedLinearLogProb(torch.autograd.Function):
@@ -1406,12 +1436,12 @@ class ChunkedLinearLogProb(torch.autograd.Function):
         return grad_hidden, grad_weight, None
 
 
-@spelling("F01", fused=None)
+@spelling("linear function", fused=None)
 def linear_function_recomputing(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return tuple(ChunkedLinearLogProb.apply(hidden, weight, target))
 
 
-@spelling("F03", fused=None)
+@spelling("linear inside", fused=None)
 def linear_chunk_loop(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     pieces = []
     for rows, tokens in zip(hidden.chunk(3), target.chunk(3), strict=True):
@@ -1420,24 +1450,24 @@ def linear_chunk_loop(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs
     return (torch.cat(pieces),)
 
 
-@spelling("F03", fused=None, notes="tanh between the matmul and the loss")
+@spelling("linear inside", fused=None, notes="tanh between the matmul and the loss")
 def linear_with_softcap(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     logits = 5.0 * torch.tanh((hidden @ weight.t()) / 5.0)
     return (F.cross_entropy(logits.float(), target, reduction="none"),)
 
 
-@spelling("F03", "L01")
+@spelling("linear inside", "log_softmax")
 def linear_inside(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return (pick((hidden @ weight.t()).log_softmax(-1), target),)
 
 
-@spelling("F03", "L01", "E01", shape=BSV)
+@spelling("linear inside", "log_softmax", "entropy by expectation", shape=BSV)
 def linear_inside_with_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     logits = F.linear(hidden, weight)[:, :-1].float() / TEMPERATURE
     return pick(logits.log_softmax(-1), target[:, 1:]), entropy_by_expectation(logits)
 
 
-@spelling("F04", fused=None)
+@spelling("linear checkpoint", fused=None)
 def linear_checkpoint_per_chunk(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     def chunk_loss(rows: Tensor, tokens: Tensor) -> Tensor:
         logits = (rows @ weight.t()).float()
@@ -1450,10 +1480,10 @@ def linear_checkpoint_per_chunk(hidden: Tensor, weight: Tensor, target: Tensor) 
     return (torch.stack(pieces).sum() / target.numel(),)
 
 
-# ---------------------------------------------------------------- R01: whole losses
+# ---------------------------------------------------------------- whole losses
 
 
-@spelling("R01", "L01", "E02", shape=BSV)
+@spelling("whole loss", "log_softmax", "entropy of log-probs", shape=BSV)
 def group_policy_loss(
     logits: Tensor, target: Tensor, mask: Tensor, drift: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -1473,7 +1503,7 @@ def group_policy_loss(
     return loss, mean_entropy, clipped
 
 
-@spelling("R01", "L09", "E04", shape=BSV, mutates=True)
+@spelling("whole loss", "logsumexp per row", "entropy in chunks", shape=BSV, mutates=True)
 def model_output_to_loss(
     logits: Tensor, target: Tensor, mask: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -1494,7 +1524,7 @@ def model_output_to_loss(
     return loss, entropy
 
 
-@spelling("R01", "L01", "E01")
+@spelling("whole loss", "log_softmax", "entropy by expectation")
 def proximal_policy_loss(
     logits: Tensor,
     target: Tensor,
@@ -1515,7 +1545,7 @@ def proximal_policy_loss(
     return policy - 0.02 * bonus, approximate_kl
 
 
-@spelling("R01", "L01", fused=3, shape=BSV)
+@spelling("whole loss", "log_softmax", fused=3, shape=BSV)
 def group_policy_loss_with_reference(
     logits: Tensor, reference: Tensor, target: Tensor, mask: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -1530,7 +1560,7 @@ def group_policy_loss_with_reference(
     return (per_token * keep).sum() / keep.sum(), (kl.detach() * keep).sum() / keep.sum()
 
 
-@spelling("R01", "L01", shape=BSV)
+@spelling("whole loss", "log_softmax", shape=BSV)
 def sequence_level_ratio(
     logits: Tensor, target: Tensor, mask: Tensor, drift: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -1541,7 +1571,7 @@ def sequence_level_ratio(
     return (-(ratio * advantages * mask).sum() / mask.sum(),)
 
 
-@spelling("R01", "L05", "E01", shape=BSV)
+@spelling("whole loss", "cross_entropy", "entropy by expectation", shape=BSV)
 def truncated_importance_weights(
     logits: Tensor, ignored_target: Tensor, batch_temperature: Tensor, drift: Tensor
 ) -> Outputs:
@@ -1555,7 +1585,7 @@ def truncated_importance_weights(
     return -(weight * log_probs).sum() / (labels != IGNORE).sum(), entropy
 
 
-@spelling("R01", "L01", fused=3)
+@spelling("whole loss", "log_softmax", fused=3)
 def preference_pair(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     half = target.shape[0] // 2
     policy = pick(logits.float().log_softmax(-1), target)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.nn.functional as nn_functional
 from torch import Tensor
 
 import slime_compile
+from bench.cases import functions
 from tests.support import harness
 
 OPTIONS = {"inner": "aot_eager", "min_vocab": 32, "strict": True}
@@ -27,34 +27,8 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class NestedEntropy(torch.autograd.Function):
-    """slime's and verl's: a function compiled inside of forward."""
-
-    @staticmethod
-    def forward(ctx, logits):  # type: ignore[no-untyped-def]
-        @torch.compile(dynamic=True)
-        def mul_reduce(a: Tensor, b: Tensor) -> Tensor:
-            return (a * b).sum(dim=-1, keepdim=True)
-
-        peak = logits.max(dim=-1, keepdim=True).values
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        probs = (logits - peak).exp_()
-        total = probs.sum(dim=-1, keepdim=True)
-        dist.all_reduce(total)
-        probs.div_(total)
-        expected = mul_reduce(probs, logits)
-        dist.all_reduce(expected)
-        ctx.save_for_backward(logits, probs, expected)
-        return (peak + total.log() - expected).squeeze(dim=-1)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        logits, probs, expected = ctx.saved_tensors
-        return grad.unsqueeze(-1) * probs * (expected - logits)
-
-
 def nested_entropy(logits: Tensor) -> Tensor:
-    return NestedEntropy.apply(logits.clone())
+    return functions.NestedEntropy.apply(logits.clone())
 
 
 def distributed_nn(logits: Tensor) -> Tensor:
@@ -72,7 +46,9 @@ def test_nested_compile() -> None:
         for b in before.breaks
         if "inline_nested_compile" in b.reason and b.name == "forward"
     }
-    assert line.endswith(f"test_remedies.py:{NestedEntropy.forward.__code__.co_firstlineno + 2}")
+    assert line.endswith(
+        f"functions.py:{functions.NestedEntropy.forward.__code__.co_firstlineno + 2}"
+    )
 
     slime_compile.inline_nested_compile()
     slime_compile.inline_nested_compile()  # a second call changes nothing

@@ -16,11 +16,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slime_compile import ops
-from slime_compile.ops import cpu, reference
+from slime_compile.ops import cpu, operators, reference
+from tests.support.dispatch import Allocations
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -556,7 +555,7 @@ def test_one_graph_for_every_number_of_rows(gen: torch.Generator) -> None:
 def test_seen_regions_counts_named_calls(gen: torch.Generator) -> None:
     x = torch.zeros(3, 5)
     before = dict(ops.seen_regions)
-    name = "tests/test_ops.py:1"
+    name = "tests/ops/test_ops.py:1"
     ops.row_stats(x, None, 1.0, name)
     ops.row_grad(x, *_coefficients(gen, x), False, x.dtype, name)
     ops.row_grad_(x, *_coefficients(gen, x), False, name)
@@ -565,12 +564,12 @@ def test_seen_regions_counts_named_calls(gen: torch.Generator) -> None:
 
 
 def test_cuda_without_triton_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
-    ops._cuda_kernels.cache_clear()
+    monkeypatch.setattr(operators.importlib.util, "find_spec", lambda name: None)
+    operators._cuda_kernels.cache_clear()
     try:
-        assert ops._cuda_kernels() is reference
+        assert operators._cuda_kernels() is reference
     finally:
-        ops._cuda_kernels.cache_clear()
+        operators._cuda_kernels.cache_clear()
 
 
 def test_import_needs_no_triton() -> None:
@@ -581,46 +580,24 @@ def test_import_needs_no_triton() -> None:
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
-class _Allocations(TorchDispatchMode):
-    """Number of elements of every storage that an operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        known = {
-            t.untyped_storage().data_ptr()
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.sizes.append(t.untyped_storage().nbytes() // t.itemsize)
-        return out
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_temporary_beyond_chunks(gen: torch.Generator, layout: str, dtype: torch.dtype) -> None:
     x = LAYOUTS[layout](_special_rows(gen, 129, dtype).repeat(4, 1))
     coefficients = _coefficients(gen, x, 2, 1, True)
     chunk, of_three = (n // 129 * 129 for n in (SMALL_CHUNK, SMALL_CHUNK * 2 // 3))  # whole rows
-    with _Allocations() as stats:
+    with Allocations() as stats:
         cpu.row_stats(x, None, 1.0)
-    with _Allocations() as grad:
+    with Allocations() as grad:
         cpu.row_grad(x, *coefficients, False, dtype)
-    with _Allocations() as grad_:
+    with Allocations() as grad_:
         cpu.row_grad_(x, *coefficients, False)
     # scratch is one allocation: 2 chunks for the statistics, 3 smaller ones for a gradient of two terms
-    assert max(stats.sizes) == 2 * chunk
+    assert max(stats.elements) == 2 * chunk
     most = max(3 * of_three, *(value.numel() for value in coefficients))
-    assert 3 * of_three in grad.sizes
-    assert 3 * of_three <= sorted(grad.sizes)[-2] <= most < x.numel() == max(grad.sizes)
-    assert 3 * of_three <= max(grad_.sizes) <= most
+    assert 3 * of_three in grad.elements
+    assert 3 * of_three <= sorted(grad.elements)[-2] <= most < x.numel() == max(grad.elements)
+    assert 3 * of_three <= max(grad_.elements) <= most
 
 
 # ---- threads ------------------------------------------------------------------------------------------------------

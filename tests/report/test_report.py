@@ -11,10 +11,11 @@ from torch import Tensor
 
 import slime_compile
 from slime_compile import Report, explain
-from slime_compile.report import GraphReport, text
+from slime_compile.report import text
+from slime_compile.report.values import GraphReport
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab
-EAGER = {"inner": "aot_eager"}
+INTERPRETED = {"inner": "aot_eager"}
 KEYS = {
     "fused",
     "wide_before",
@@ -172,7 +173,7 @@ def test_modules_and_compiled_functions() -> None:
 
 def test_explaining_leaves_no_trace() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(log_probs, backend="slime_fused", options=EAGER)
+    compiled = torch.compile(log_probs, backend="slime_fused", options=INTERPRETED)
     compiled(*data())
     known = len(slime_compile.reports())
     counters = {k: dict(v) for k, v in torch._dynamo.utils.counters.items()}
@@ -196,7 +197,7 @@ def data_without_randomness() -> tuple[Tensor, Tensor]:
 
 def test_nothing_to_fuse_is_said() -> None:
     torch._dynamo.reset()
-    torch.compile(lambda x: x.sin(), backend="slime_fused", options=EAGER)(torch.randn(4))
+    torch.compile(lambda x: x.sin(), backend="slime_fused", options=INTERPRETED)(torch.randn(4))
     report = slime_compile.reports()[-1]
     assert report.fused == 0
     assert "the logits are in no graph" in str(report)
@@ -209,7 +210,7 @@ def test_too_many_recompiles_are_reported() -> None:
     def sized(logits: Tensor, target: Tensor) -> Tensor:
         return log_probs(logits, target)
 
-    fn = torch.compile(sized, backend="slime_fused", options=EAGER, dynamic=False)
+    fn = torch.compile(sized, backend="slime_fused", options=INTERPRETED, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2):
         for rows in range(2, 6):
             fn(torch.randn(rows, VOCAB), torch.randint(0, VOCAB, (rows,)))
@@ -219,13 +220,13 @@ def test_too_many_recompiles_are_reported() -> None:
     assert [f.name for f in told] == ["sized"]
     assert line_of(sized, 0) in told[0].source
     assert "recompile_limit" in told[0].reason
-    torch.compile(log_probs, backend="slime_fused", options=EAGER)(*data())
+    torch.compile(log_probs, backend="slime_fused", options=INTERPRETED)(*data())
     assert slime_compile.reports()[-1].fused == 2, "the last report is that of the last compile"
 
 
 def test_dynamic_sizes() -> None:
     torch._dynamo.reset()
-    fn = torch.compile(log_probs, backend="slime_fused", options=EAGER, dynamic=True)
+    fn = torch.compile(log_probs, backend="slime_fused", options=INTERPRETED, dynamic=True)
     fn(*data())
     report = slime_compile.reports()[-1]
     assert report.fused == 2

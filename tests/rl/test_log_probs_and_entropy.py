@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from slime_compile.rl import log_probs as eager
+from slime_compile.rl import log_probs as module
 from slime_compile.rl.log_probs import log_probs_and_entropy
+from tests.support.dispatch import Allocations, Collectives
 
 INF = float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -232,31 +231,12 @@ def test_rows_that_have_no_softmax_are_nan_and_masked_ones_stay_harmless() -> No
     assert (logits.grad[:3] == 0).all()
 
 
-class _Sizes(TorchDispatchMode):
-    """Bytes of every storage that an operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        inputs = tree_leaves((args, kwargs))
-        known = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.made.append(t.untyped_storage().nbytes())
-        return out
-
-
 def test_the_gradient_is_the_only_tensor_of_the_logits_size() -> None:
     logits = torch.zeros(64, 1 << 10, dtype=torch.bfloat16, requires_grad=True)
-    with _Sizes() as sizes:
+    with Allocations() as made:
         log_probs, entropy = log_probs_and_entropy(logits, torch.zeros(64, dtype=torch.int64))
         (log_probs.sum() + entropy.sum()).backward()
-    wide = [size for size in sizes.made if size >= 64 * (1 << 10)]
+    wide = [size for size in made.nbytes if size >= 64 * (1 << 10)]
     assert wide == [logits.numel() * 2]
 
 
@@ -325,11 +305,11 @@ def _simulate(
         sent.append(stats)
         return stats.unsqueeze(0)
 
-    monkeypatch.setattr(eager, "_all_gather", collect)
+    monkeypatch.setattr(module, "_all_gather", collect)
     for leaf, start in zip(leaves, starts, strict=True):
         log_probs_and_entropy(leaf, target, group=_Group(), vocab_start=start, **options)
     everything = torch.stack(sent)
-    monkeypatch.setattr(eager, "_all_gather", lambda stats, group: everything)
+    monkeypatch.setattr(module, "_all_gather", lambda stats, group: everything)
     for leaf, start in zip(leaves, starts, strict=True):
         outputs = log_probs_and_entropy(leaf, target, group=_Group(), vocab_start=start, **options)
         yield leaf, *outputs
@@ -385,20 +365,6 @@ def test_rows_without_softmax_in_shards(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- two ranks ----------------------------------------------------------------------------------------------------
 
 
-class _Collectives(TorchDispatchMode):
-    """Counts the collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-
 def _rank(rank: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -412,7 +378,7 @@ def _rank(rank: int, path: str) -> None:
         inside = target.clamp(max=width - 1)
         whole = _with_grad(lambda x: log_probs_and_entropy(x, inside), logits[:, :width], grads)  # noqa: B023
         shard = logits[:, :width].split(sizes, -1)[rank]
-        with _Collectives() as collectives:
+        with Collectives() as collectives:
             result = _with_grad(
                 lambda x: log_probs_and_entropy(x, inside, group=group, vocab_start=start),  # noqa: B023
                 shard,
@@ -422,7 +388,7 @@ def _rank(rank: int, path: str) -> None:
         torch.testing.assert_close(result[:2], whole[:2])
         torch.testing.assert_close(result[2], whole[2].split(sizes, -1)[rank])
     # The ranks differ in everything that may not decide about a collective.
-    with _Collectives() as collectives:
+    with Collectives() as collectives:
         shard = logits[:, :64].clone().requires_grad_(rank == 0)
         log_probs, _ = log_probs_and_entropy(
             shard, target, group=group, with_entropy=rank == 0, entropy_grad=rank == 1

@@ -1,27 +1,18 @@
-"""Micro-batches under a cap: properties, the bound on their number, and the peak model."""
+"""Micro-batches under a cap: properties, the bound on their number, ranks."""
 
 import functools
 import itertools
 import random
 import time
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slime_compile.rl.memory_probe import memory_probe
-from slime_compile.rl.micro_batches import (
-    _karmarkar_karp,
-    max_tokens_for,
-    micro_batch_count,
-    partition_by_tokens,
-    peak_bytes,
-)
-from tests.rl.test_redistribute import on_ranks
+from slime_compile.rl import bins
+from slime_compile.rl.micro_batches import micro_batch_count, partition_by_tokens
+from tests.support.ranks import on_ranks
 
 lengths_and_cap = st.integers(1, 60).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=40), st.just(cap))
@@ -154,7 +145,7 @@ def test_more_micro_batches_than_the_fallback_needs(more: int) -> None:
     for _ in range(20):  # 150 sequences: hard enough that differencing often breaks the cap
         lengths = [generator.randrange(1, 100) for _ in range(150)]
         count = first_fit_decreasing(lengths, 100) + more
-        fallbacks += _karmarkar_karp(lengths, count)[1] > 100
+        fallbacks += bins.karmarkar_karp(lengths, count)[1] > 100
         partitions = partition_by_tokens(lengths, 100, at_least=count)
         tokens = tokens_of(partitions, lengths)
         assert sorted(itertools.chain.from_iterable(partitions)) == list(range(150))
@@ -253,117 +244,3 @@ def test_too_few_sequences_on_one_rank() -> None:
     for message in on_ranks(3, partition_on_rank, "too few on one"):
         assert message.startswith("ValueError: `lengths` must have at least 4 sequences")
         assert message.endswith("got 2 on a rank")
-
-
-# ---------------------------------------------------------------- the cap
-
-
-@given(
-    st.integers(1000, 200_000),
-    st.integers(1, 8192),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-    st.sampled_from([{}, {"consume_logits": True}, {"save": "softmax"}]),
-    st.sampled_from(["given", "inside"]),
-    st.booleans(),
-    st.integers(2**34, 2**37),
-)
-@settings(deadline=None)
-def test_max_tokens_is_the_most_that_fits(
-    vocab: int,
-    hidden: int,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    logits: Any,
-    training: bool,
-    memory: int,
-) -> None:
-    tokens = max_tokens_for(memory, vocab, hidden, dtype, options, logits=logits, training=training)
-    for more, fits in ((0, True), (1, False)):
-        peak = peak_bytes(
-            tokens + more, vocab, hidden, dtype, options, logits=logits, training=training
-        )
-        assert (peak <= memory) == fits
-
-
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    log_probs = (logits.float() / 0.7).log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return (log_probs.gather(-1, target[:, None])[:, 0] + 0.1 * entropy).mean()
-
-
-def token_loss_of_states(states: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return token_loss(states @ weight.T, target)
-
-
-class Computed(torch.autograd.Function):
-    """A tensor that is no leaf and whose gradient goes nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad.new_zeros(())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("logits", ["given", "inside"])
-@pytest.mark.parametrize(
-    ("options", "training"),
-    [({}, True), ({}, False), ({"consume_logits": True}, True), ({"save": "softmax"}, True)],
-)
-def test_the_peak_is_the_measured_one(
-    options: dict[str, Any], training: bool, logits: Any, dtype: torch.dtype
-) -> None:
-    rows, vocab, hidden = 768, 8192, 64  # 12 MiB of bf16 logits
-    scratch = 4 * 2**20  # of the operators on the CPU
-    torch._dynamo.reset()
-    function: Any = token_loss if logits == "given" else token_loss_of_states
-    compiled = torch.compile(
-        function, backend="slime_fused", options={"inner": "aot_eager", "strict": True, **options}
-    )
-    target = torch.zeros(rows, dtype=torch.int64)
-    values = torch.randn(rows, vocab, dtype=dtype)
-    for _ in range(2):  # the first call compiles
-        states, weight, leaf = (
-            torch.randn(shape, dtype=dtype, requires_grad=training)
-            for shape in ((rows, hidden), (vocab, hidden), ())
-        )
-        with (
-            torch.set_grad_enabled(training),
-            memory_probe("loss", enabled=True, device="cpu", log=lambda line: None) as probe,
-        ):
-            wide = [Computed.apply(values, leaf)] if logits == "given" else [states, weight]
-            loss = compiled(*wide, target)
-            del wide
-            if training:
-                loss.backward()
-    assert probe.record is not None
-    assert probe.record.peak_allocated is not None
-    expected = peak_bytes(rows, vocab, hidden, dtype, options, logits=logits, training=training)
-    if logits == "inside":
-        expected -= rows * hidden * dtype.itemsize  # the states were there before
-    assert 0.98 * expected <= probe.record.peak_allocated <= expected + scratch
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"memory_bytes": 1000}, ValueError, "must be at least 8256 for one token"),
-        ({"vocab_local": 0}, ValueError, "`vocab_local` must be at least 1, got 0"),
-        ({"hidden": 0}, ValueError, "`hidden` must be at least 1, got 0"),
-        ({"dtype": torch.int64}, ValueError, "`dtype` must be floating, got torch.int64"),
-        ({"logits": "made"}, ValueError, "`logits` must be 'given' or 'inside', got 'made'"),
-        ({"options": {"save": "both"}}, RuntimeError, "save"),
-    ],
-)
-def test_cap_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    valid: dict[str, Any] = {
-        "memory_bytes": 10**9,
-        "vocab_local": 1000,
-        "hidden": 16,
-        "dtype": torch.float32,
-    }
-    with pytest.raises(error, match=message):
-        max_tokens_for(**{**valid, **arguments})

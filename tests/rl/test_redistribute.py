@@ -8,25 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime_compile.rl.packed import Packing, response_slices, split_responses
+from slime_compile.rl.packed import response_slices, split_responses
+from slime_compile.rl.packing import Packing
 from slime_compile.rl.redistribute import redistribute_to_zigzag
+from tests.support.dispatch import Collectives
 from tests.support.ranks import on_ranks
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts what goes to the process group, in the forward and, on CPU, the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func.namespace in ("c10d", "_c10d_functional")
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ def run_case(rank: int, case: Case) -> list[str]:
     values = {name: given(case, rank, name, leaves[name]) for name in case.dtypes}
     any_tracked = any(map(case.tracked, case.dtypes))
     wrong: list[str] = []
-    with CountCollectives() as forward, torch.set_grad_enabled(not case.no_grad):
+    with Collectives() as forward, torch.set_grad_enabled(not case.no_grad):
         moved = redistribute_to_zigzag(values, packing)
     if forward.count != 1:
         wrong.append(f"{forward.count} collectives in the forward")
@@ -149,7 +136,7 @@ def run_case(rank: int, case: Case) -> list[str]:
         wrong.append(f"names {list(moved)}")
     for name in case.dtypes:
         wrong += wrong_values(case, rank, name, moved[name])
-    with CountCollectives() as backward:
+    with Collectives() as backward:
         run_backward(case, rank, moved)
     if backward.count != any_tracked:
         wrong.append(f"{backward.count} collectives in the backward")

@@ -1,0 +1,64 @@
+"""What is known about a graph before it is compiled: its name, its identity, the inputs that may not be overwritten.
+
+Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, which is in the identity of our passes in torch's caches.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import fx_passes
+from slime_compile.backend.options import Options
+from slime_compile.report.record import Record, outermost_frame
+
+
+def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
+    """What is known about a graph from the start: name, identity, and the inputs that may not be overwritten."""
+    held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
+    return Record(_name(gm), _identity(gm, options, held), held)
+
+
+def _held(tensor: Any) -> str:
+    """Why autograd forbids writing over an input of the graph, or nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        return ""
+    owner = tensor if tensor._base is None else tensor._base
+    if owner.requires_grad and owner.is_leaf:
+        return f"they are {'' if owner is tensor else 'a view of '}a leaf that requires grad"
+    return ""
+
+
+def _source_hash() -> str:
+    """Of all sources of both packages: any change of ours invalidates what torch has cached."""
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parents[1], Path(fx_passes.__file__).parent):
+        for path in sorted(package.rglob("*")):
+            if path.suffix in (".py", ".cpp"):
+                digest.update(str(path.relative_to(package)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCES = _source_hash()
+
+
+def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
+    """The same for the same graph and options in every process, so that a cached graph finds its report."""
+    inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    layouts = [
+        (str(t.shape), str(t.stride()), str(t.dtype), str(t.device), t.requires_grad)
+        for t in inputs
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided
+    ]
+    text = repr((gm.code, layouts, sorted(held.items()), torch.is_grad_enabled(), options.key()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _name(gm: GraphModule) -> str:
+    """The user's function, from the outermost frame of the first node that has one."""
+    traces = (n.meta.get("stack_trace") for n in gm.graph.nodes)
+    return outermost_frame(next((t for t in traces if t), ""))

@@ -1,0 +1,152 @@
+"""`inner="inductor"`: our passes as inductor's custom passes, and what makes them safe in its compile cache.
+
+Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, the backward graph is made in
+place in `post_grad_custom_post_pass`, after inductor's own passes.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from torch.fx import Graph, GraphModule
+
+from slime_compile.backend import check_ranks
+from slime_compile.backend.identity import SOURCES
+from slime_compile.backend.options import Options
+from slime_compile.backend.passes import (
+    copied,
+    donated_inputs,
+    fused_nodes,
+    run_fuse,
+    run_inplace,
+    set_region,
+)
+from slime_compile.report import process
+from slime_compile.report.record import Record
+from slime_compile.torch_private import CustomGraphPass, inductor_config, list_mode_options
+from slime_compile.version import __version__
+
+Compiled = Callable[..., Any]
+
+_backward: contextvars.ContextVar[GraphModule | None] = contextvars.ContextVar(
+    "slime_fused_backward", default=None
+)
+
+
+class _Pass(CustomGraphPass):
+    """The user's own passes, then ours.
+
+    Inductor has taken lists of passes only since torch 2.13, so composing them is done here.
+    """
+
+    def __init__(self, options: Options, number: int, user: tuple[Callable[[Graph], None], ...]):
+        self.options = options
+        self.number = number
+        self.user = user
+
+    def __call__(self, graph: Graph) -> None:
+        for user_pass in self.user:
+            user_pass(graph)
+        module = graph.owning_module
+        self.run(graph if module is None else module.graph)
+
+    def run(self, graph: Graph) -> None:
+        raise NotImplementedError
+
+    def uuid(self) -> Any | None:
+        """None, which switches torch's caches off, if a pass of the user's has no identity, or ranks are compared."""
+        user = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user]
+        if not all(user) or self.options.check_ranks:
+            return None
+        held = process.record(self.number).held if self.options.consume_logits else {}
+        own = ("slime_fused", type(self).__name__, __version__, SOURCES, check_ranks.group_sizes())
+        return (*own, self.options.key(), tuple(held.items()), tuple(user))
+
+
+class _JointPass(_Pass):
+    def run(self, graph: Graph) -> None:
+        run_fuse(graph, self.options, process.record(self.number))
+
+
+class _BackwardPass(_Pass):
+    def run(self, graph: Graph) -> None:
+        # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
+        module = _backward.get()
+        if module is not None and graph.owning_module is module:
+            run_inplace(graph, donated_inputs(graph), self.options, process.record(self.number))
+
+
+@contextlib.contextmanager
+def _compiling_backward(gm: GraphModule | None) -> Iterator[None]:
+    token = _backward.set(gm)
+    try:
+        yield
+    finally:
+        _backward.reset(token)
+
+
+def compile_inductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    mode: str | None,
+    record: Record,
+) -> Compiled:
+    from slime_compile.torch_private import compile_fx, compile_fx_inner  # slow to import
+
+    def inner_compile(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        backward = gm if kwargs.get("is_backward") else None
+        if backward is not None:
+            _plan_inplace(backward, options, record)
+        with _compiling_backward(backward):
+            return compile_fx_inner(gm, inputs, **kwargs)
+
+    patches = {**(list_mode_options(mode) if mode else {}), **options.inductor}
+    for name, kind in _HOOKS.items():
+        patches[name] = kind(options, record.number, _user_passes(name, patches))
+    compiled: Any = compile_fx(
+        gm, example_inputs, inner_compile=inner_compile, config_patches=patches
+    )
+    return cast(Compiled, compiled)
+
+
+# NOTE [What is in place must be in the graph's text]
+# Inductor's cache keys a backward graph by its text. Whether the saved logits are also returned to the caller, or are
+# donated, is not in it: a graph compiled in place for one forward would be taken for another, whose logits the user
+# holds. So the decisions are made once before the key is computed and written into the operators' region argument. The
+# rewrite itself must wait until inductor's passes are done: they move nodes about without regard to a mutation.
+
+
+def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> None:
+    planned = copied(gm.graph)
+    run_inplace(planned, donated_inputs(planned), options, record)
+    nodes = fused_nodes(gm.graph)
+    if nodes:
+        set_region(nodes, record.placements_region())
+        gm.recompile()
+
+
+_HOOKS: dict[str, type[_Pass]] = {
+    "joint_custom_pre_pass": _JointPass,
+    "post_grad_custom_post_pass": _BackwardPass,
+}
+
+
+def _user_passes(name: str, patches: dict[str, Any]) -> tuple[Callable[[Graph], None], ...]:
+    given = patches.get(name, getattr(inductor_config, name))
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def noting_first_call(compiled: Compiled, record: Record) -> Compiled:
+    """Code from torch's compile cache: without a pass to ask, a call tells whether it has fused operators."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        record.called = True
+        return compiled(*args)
+
+    return call

@@ -1,0 +1,103 @@
+"""`inner="aot_eager"`: AOTAutograd and our passes; the graphs run as they are, without code generation.
+
+Entry point: `compile_interpreted`, which dry runs use too.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from slime_compile.backend.options import Options
+from slime_compile.backend.passes import donated_inputs, run_fuse, run_inplace
+from slime_compile.report.record import Record
+from slime_compile.torch_private import aot_autograd, min_cut_rematerialization_partition
+
+Compiled = Callable[..., Any]
+
+
+def compile_interpreted(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, record: Record
+) -> Compiled:
+    """AOTAutograd with inductor's decompositions and our passes; the graphs are interpreted as they are."""
+    from slime_compile.torch_private import select_decomp_table  # slow to import
+
+    def partition(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        run_fuse(gm.graph, options, record)
+        gm.recompile()
+        return min_cut_rematerialization_partition(gm, inputs, compiler="inductor", **kwargs)
+
+    def inference(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        run_fuse(gm.graph, options, record)
+        return _interpreted(gm)
+
+    def backward(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        run_inplace(gm.graph, donated_inputs(gm.graph), options, record)
+        return _interpreted(gm)
+
+    compile_graph = aot_autograd(
+        fw_compiler=lambda gm, inputs: _interpreted(gm),
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    return compile_graph(gm, example_inputs)
+
+
+# NOTE [Why not torch.fx.Interpreter?]
+# It keeps the node that it runs in a state of the whole process (torch.fx.traceback), also while another thread
+# compiles: that thread's tracing then finds a state which is not its own, and fails ("Expected current_level > 0, got
+# 0"). What is needed here is less: operators, constants, and each value dropped after its last use, the inputs too.
+
+
+def _interpreted(gm: GraphModule) -> Compiled:
+    """Runs the graph node by node; takes its inputs in a list, which it empties."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    unused = [node for node in placeholders if not node.users]
+    steps = _steps(gm)
+    returned = gm.graph.output_node().args[0]
+
+    def run(args: list[Any]) -> Any:
+        values: dict[Node, Any] = dict(zip(placeholders, args, strict=True))
+        args.clear()
+        for node in unused:
+            del values[node]
+        for node, function, last_used in steps:
+            values[node] = function(
+                *map_arg(node.args, values.__getitem__), **map_arg(node.kwargs, values.__getitem__)
+            )
+            for used in last_used:
+                del values[used]
+        return map_arg(returned, values.__getitem__)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _steps(gm: GraphModule) -> list[tuple[Node, Callable[..., Any], list[Node]]]:
+    """What is called at each node, and whose values nobody needs afterwards."""
+    last_use: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        last_use.update(dict.fromkeys((node, *node.all_input_nodes), node))
+    ends: dict[Node, list[Node]] = {}
+    for node, end in last_use.items():
+        ends.setdefault(end, []).append(node)
+    return [
+        (node, _function(gm, node), ends.get(node, []))
+        for node in gm.graph.nodes
+        if node.op not in ("placeholder", "output")
+    ]
+
+
+def _function(gm: GraphModule, node: Node) -> Callable[..., Any]:
+    if node.op == "get_attr":  # a constant, or the graph of a higher-order operator
+        return functools.partial(operator.attrgetter(str(node.target)), gm)
+    assert node.op == "call_function", (
+        f"AOTAutograd's graphs call functions only, got {node.format_node()}"
+    )
+    return cast(Callable[..., Any], node.target)

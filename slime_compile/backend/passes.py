@@ -1,0 +1,142 @@
+"""The passes of `fx_passes` over the graphs that torch hands out, guarded and reported; both inners call them.
+
+    prepare        Dynamo's graph                    before AOTAutograd differentiates it
+    run_fuse       joint graph, or inference graph   before partitioning
+    run_inplace    backward graph                    after partitioning, nothing else is ever made in place
+
+An exception in a pass leaves the graph as it was and is logged once; with strict=True it is raised. This file holds no
+rule about losses.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+from torch.fx import Graph, GraphModule, Node
+
+import fx_passes
+from fx_passes import inplace
+from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.graph.user_lines import source_of
+from slime_compile import ops
+from slime_compile.backend import check_ranks
+from slime_compile.backend.options import Options
+from slime_compile.report.record import Record, describe
+from slime_compile.report.values import Placement
+from slime_compile.torch_private import TracingContext, functorch_config
+
+log = logging.getLogger(__name__)
+
+# NOTE [Backward is compiled with the forward]
+# Torch compiles a static backward at its first run, and donates nothing if that run has retain_graph=True. The
+# compile cache does not hold which came first, so a later process would get code that is not in place, or code that
+# refuses retain_graph=True, by accident. Compiled with the forward, the code depends
+# on the graph and the configuration alone: retain_graph=True is refused by torch, whose message names
+# torch._functorch.config.donated_buffer; with that set to False nothing that was saved is overwritten, and backward
+# may run as often as the user likes.
+BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
+
+
+def prepare(gm: GraphModule, record: Record) -> None:
+    """What Dynamo's graph needs before AOTAutograd differentiates it."""
+    for node in keep_eager_gradients(gm):
+        where = source_of(node) or node.name
+        record.note(
+            f"the collective in place at {where} has the gradient of eager code: none of its own"
+        )
+
+
+@functools.cache
+def _log_failure(what: str, cause: str) -> None:
+    """Logs each cause once."""
+    log.warning(
+        "%s failed, the graph compiles unchanged (strict=True raises): %s",
+        what,
+        cause,
+        exc_info=True,
+    )
+
+
+def _guarded(
+    what: str, graph: Graph, options: Options, record: Record, edit: Callable[[], None]
+) -> None:
+    """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True."""
+    before = copied(graph)
+    try:
+        edit()
+        graph.lint()
+    except Exception as error:
+        if options.strict:
+            raise
+        if graph.owning_module is not None:
+            graph.owning_module.graph = before
+        cause = f"{type(error).__name__}: {error}"
+        record.fail(f"{what} failed: {cause}")
+        _log_failure(what, cause)
+
+
+def copied(graph: Graph) -> Graph:
+    made = Graph()
+    output = made.graph_copy(graph, val_map={}, return_output_node=True)
+    assert isinstance(output, tuple), graph
+    made.output(output[0]).meta = dict(output[1].meta)
+    made.set_codegen(graph._codegen)
+    return made
+
+
+def run_fuse(graph: Graph, options: Options, record: Record) -> None:
+    """The fusing pass over a joint or inference graph; its report goes into the first fused operator.
+
+    Raises:
+        check_ranks.RanksDisagree: with check_ranks=True, on all ranks of a group that would exchange different things.
+    """
+
+    def edit() -> None:
+        found = fx_passes.fuse(graph, options.fuse_config())
+        nodes = fused_nodes(graph)
+        part = describe(graph, found, len(nodes), options.min_vocab)
+        if nodes:
+            set_region(nodes, record.graph_region(part))
+        inplace.mark_inputs(graph, record.held)
+        record.add(part)
+
+    _guarded("the fusing pass", graph, options, record, edit)
+    if options.check_ranks:
+        module = graph.owning_module
+        missing = check_ranks.check(graph if module is None else module.graph, record.name)
+        if missing:
+            record.note(missing)
+
+
+def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Record) -> None:
+    """The in-place pass over a backward graph."""
+
+    def edit() -> None:
+        consume = options.consume_logits and functorch_config.donated_buffer
+        decisions = inplace.inplace(graph, donated, consume)
+        record.place([Placement(d.source, d.in_place, d.reason) for d in decisions])
+        if decisions:
+            set_region(fused_nodes(graph), record.placements_region())
+
+    _guarded("the in-place pass", graph, options, record, edit)
+
+
+def fused_nodes(graph: Graph) -> list[Node]:
+    packets = (ops.row_stats, ops.row_grad, ops.row_grad_)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in packets]
+
+
+def set_region(nodes: Sequence[Node], region: str) -> None:
+    """The report's text as the region of the first node, preferably of one with statistics; "" of the others."""
+    first = next((n for n in nodes if n.target is ops.row_stats), nodes[0])
+    for node in nodes:
+        node.args = (*node.args[:-1], region if node is first else "")
+
+
+def donated_inputs(graph: Graph) -> set[Node]:
+    """The placeholders of a backward graph that nobody but it can see."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    indices = metadata.bw_donated_idxs if metadata is not None else None
+    placeholders = graph.find_nodes(op="placeholder")
+    return {placeholders[i] for i in indices or ()}

@@ -1,0 +1,44 @@
+"""What a dry run works on: fake tensors, and a copy of the user's function that Dynamo ties nothing else to."""
+
+import contextlib
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from slime_compile.torch_private import FakeTensorMode, innermost_fn
+
+
+def faked(mode: FakeTensorMode, values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), values)
+
+
+@contextlib.contextmanager
+def without_grad_warnings() -> Iterator[None]:
+    """Torch looks at `.grad` of every tensor that it fakes, leaf or not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        yield
+
+
+def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` over a copy of its code object, to which Dynamo ties what it compiles."""
+    plain = innermost_fn(fn)
+    if isinstance(plain, torch.nn.Module):
+        plain = plain.forward
+    if inspect.ismethod(plain):
+        return types.MethodType(_copied(plain.__func__), plain.__self__)
+    return _copied(plain) if inspect.isfunction(plain) else plain
+
+
+def _copied(fn: Any) -> types.FunctionType:
+    made = types.FunctionType(
+        fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__module__ = fn.__module__
+    return made

@@ -1,0 +1,195 @@
+"""The fused operators: schema, fake kernels, dispatch; importing this module registers them.
+
+The operators are internal: the rewritten joint graph holds both directions, so they have no derivative and their
+outputs never require grad. Differentiable code calls `slime_compile.rl.log_probs.log_probs_and_entropy`.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from slime_compile.ops import cpu, reference
+from slime_compile.ops.checks import check_grad, check_result_dtype, check_stats, check_writable
+from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.regions import on_call
+
+__all__ = ["row_grad", "row_grad_", "row_stats"]
+
+Stats = tuple[Tensor, Tensor, Tensor, Tensor]
+
+# ---- schema -------------------------------------------------------------------------------------------------------
+
+# Lives as long as the module: its end would undo the operators. (The class has no types.)
+_library: Any = cast(Any, torch.library).Library("slime_fused", "DEF")
+
+# Any strides of x are read as they are, so inductor must not copy x for a layout.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_library.define(
+    "row_stats(Tensor x, Tensor? scale, float factor, str region)"
+    " -> (Tensor max, Tensor log_sum, Tensor mean, Tensor total)",
+    tags=_TAGS,
+)
+_library.define(
+    "row_grad(Tensor x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
+    " bool softmax, ScalarType dtype, str region) -> Tensor",
+    tags=_TAGS,
+)
+_library.define(
+    "row_grad_(Tensor(a!) x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
+    " bool softmax, str region) -> ()",
+    tags=_TAGS,
+)
+
+
+# ---- fake kernels -------------------------------------------------------------------------------------------------
+
+
+def _fake_row_stats(x: Tensor, scale: Tensor | None, factor: float, region: str) -> Stats:
+    check_stats(x, scale)
+
+    def rows() -> Tensor:
+        return x.new_empty([*x.shape[:-1], 1], dtype=compute_dtype(x.dtype))
+
+    return rows(), rows(), rows(), rows()
+
+
+def _fake_row_grad(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    dtype: torch.dtype,
+    region: str,
+) -> Tensor:
+    check_grad(x, terms, affine, index, weight, softmax)
+    check_result_dtype(dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _fake_row_grad_(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    region: str,
+) -> None:
+    check_grad(x, terms, affine, index, weight, softmax)
+
+
+# ---- dispatch -----------------------------------------------------------------------------------------------------
+
+
+class _Kernels(Protocol):
+    """What `reference.py`, `cpu.py` and `cuda.py` offer: the operators without `region`, arguments checked."""
+
+    def row_stats(self, x: Tensor, scale: Tensor | None, factor: float) -> Stats: ...
+
+    def row_grad(
+        self,
+        x: Tensor,
+        terms: Tensor,
+        affine: Tensor,
+        index: Tensor,
+        weight: Tensor,
+        softmax: bool,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+    def row_grad_(
+        self,
+        x: Tensor,
+        terms: Tensor,
+        affine: Tensor,
+        index: Tensor,
+        weight: Tensor,
+        softmax: bool,
+    ) -> None: ...
+
+
+@cache
+def _cuda_kernels() -> _Kernels:
+    if importlib.util.find_spec("triton") is None:
+        return cast(_Kernels, reference)
+    return cast(_Kernels, importlib.import_module("slime_compile.ops.cuda"))
+
+
+def _kernels(x: Tensor) -> _Kernels:
+    if x.device.type == "cpu":
+        return cast(_Kernels, cpu)
+    if x.dtype == torch.float64:
+        return cast(_Kernels, reference)
+    return _cuda_kernels()
+
+
+# Without autograd below the operators: x may require grad, see `_register`.
+@torch.no_grad()
+def _row_stats(x: Tensor, scale: Tensor | None, factor: float, region: str) -> Stats:
+    check_stats(x, scale)
+    on_call(region)
+    return _kernels(x).row_stats(x, scale, factor)
+
+
+@torch.no_grad()
+def _row_grad(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    dtype: torch.dtype,
+    region: str,
+) -> Tensor:
+    check_grad(x, terms, affine, index, weight, softmax)
+    check_result_dtype(dtype)
+    on_call(region)
+    return _kernels(x).row_grad(x, terms, affine, index, weight, softmax, dtype)
+
+
+@torch.no_grad()
+def _row_grad_(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    region: str,
+) -> None:
+    check_grad(x, terms, affine, index, weight, softmax)
+    check_writable(x)
+    on_call(region)
+    _kernels(x).row_grad_(x, terms, affine, index, weight, softmax)
+    # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.
+    torch.autograd.graph.increment_version(x)
+
+
+def _register() -> None:
+    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "row_stats": (_row_stats, _fake_row_stats),
+        "row_grad": (_row_grad, _fake_row_grad),
+        "row_grad_": (_row_grad_, _fake_row_grad_),
+    }
+    for name, (kernel, fake) in kernels.items():
+        torch.library.register_fake(f"slime_fused::{name}", fake, lib=_library)
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, kernel, device)
+        # No derivative: go on to the kernel, and leave the outputs without requires_grad.
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+
+_register()
+
+row_stats = torch.ops.slime_fused.row_stats.default
+row_grad = torch.ops.slime_fused.row_grad.default
+row_grad_ = torch.ops.slime_fused.row_grad_.default

@@ -1,0 +1,288 @@
+"""Every private interface of torch that this package uses, and what to do when one is gone.
+
+Entry points: `from slime_compile.torch_private import <name>`, which looks the name up each time; `check`, which the
+backend calls when it is imported. A missing one gives one error that names this torch and what is missing, not an
+AttributeError in the middle of a compile. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
+
+`fx_passes` has its own few (fake tensors, aliases, symbolic sizes): they are facts about graphs.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._C._profiler import _EventType as ProfilerEvent
+    from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.eval_frame import innermost_fn
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import TracingContext
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._logging._internal import trace_structured
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import distributed_c10d
+    from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+    from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_or
+
+    has_internal_overlap = torch._debug_has_internal_overlap
+    torch_check = torch._check
+
+__all__ = [
+    "REDUCE_OP_TO_STR",
+    "CustomGraphPass",
+    "FakeTensorMode",
+    "MemTracker",
+    "ProfilerEvent",
+    "ShapeEnv",
+    "TangentAOTInput",
+    "TracingContext",
+    "aot_autograd",
+    "check",
+    "compile_fx",
+    "compile_fx_inner",
+    "distributed_c10d",
+    "dynamo_utils",
+    "functional_all_reduce",
+    "functorch_config",
+    "get_torch_obj_rule_map",
+    "has_internal_overlap",
+    "inductor_config",
+    "innermost_fn",
+    "list_mode_options",
+    "min_cut_rematerialization_partition",
+    "select_decomp_table",
+    "sym_or",
+    "torch_check",
+    "trace_structured",
+]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One private name of torch's.
+
+    Attributes:
+        home: module and attribute.
+        why: what we need it for.
+        when_gone: what to look for instead.
+        needs: attributes of it that we use, apart from calling it.
+        early: looked for when the backend is imported; False for what is slow to import and seldom needed.
+    """
+
+    home: str
+    why: str
+    when_gone: str
+    needs: tuple[str, ...] = ()
+    early: bool = True
+
+
+INTERFACES = {
+    # ---- the backend
+    "CustomGraphPass": Interface(
+        "torch._inductor.custom_graph_pass:CustomGraphPass",
+        "our passes in inductor's pipeline, with an identity for its cache",
+        "the class that torch's documents name for `joint_custom_pre_pass`",
+    ),
+    "inductor_config": Interface(
+        "torch._inductor:config",
+        "names and types of `inductor.<name>` options; where the user's own passes are",
+        "torch.compile(options=...) checks the same names: read what it reads",
+        (
+            "get_config_copy",
+            "get_type",
+            "patch",
+            "joint_custom_pre_pass",
+            "post_grad_custom_post_pass",
+        ),
+    ),
+    "list_mode_options": Interface(
+        "torch._inductor:list_mode_options",
+        "what `mode=` means",
+        "public since 2.0; refuse `mode` if it is gone",
+    ),
+    "compile_fx": Interface(
+        "torch._inductor.compile_fx:compile_fx",
+        "inductor as a backend, with config_patches and an inner_compile of ours",
+        "torch._inductor.standalone_compile, or the registered backend 'inductor'",
+        early=False,
+    ),
+    "compile_fx_inner": Interface(
+        "torch._inductor.compile_fx:compile_fx_inner",
+        "what runs once the graph is partitioned: it tells us which graph is a backward",
+        "the default of compile_fx's inner_compile",
+        early=False,
+    ),
+    "aot_autograd": Interface(
+        "torch._dynamo.backends.common:aot_autograd",
+        "AOTAutograd with our partition function, for inner='aot_eager' and dry runs",
+        "functorch.compile.aot_module_simplified",
+    ),
+    "min_cut_rematerialization_partition": Interface(
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "the partitioner that inductor uses",
+        "inductor's `partition_fn`",
+    ),
+    "select_decomp_table": Interface(
+        "torch._inductor.decomposition:select_decomp_table",
+        "inductor's decompositions, so that both inners see the same operators",
+        "torch._decomp.core_aten_decompositions, then compare the tests' counts",
+        early=False,
+    ),
+    "functorch_config": Interface(
+        "torch._functorch:config",
+        "backward compiled with the forward; whether what is saved may be overwritten",
+        "NOTE [Backward is compiled with the forward] says what must hold without them",
+        ("patch", "force_non_lazy_backward_lowering", "donated_buffer"),
+    ),
+    "TracingContext": Interface(
+        "torch._guards:TracingContext",
+        "fw_metadata.bw_donated_idxs: inputs of a backward graph that nobody else sees",
+        "without it nothing may be written in place",
+        ("try_get",),
+    ),
+    # ---- the report and dry runs
+    "TangentAOTInput": Interface(
+        "torch._functorch._aot_autograd.descriptors:TangentAOTInput",
+        "tells a training graph by its tangents",
+        "placeholders named tangents_*, as before torch 2.9",
+    ),
+    "trace_structured": Interface(
+        "torch._logging._internal:trace_structured",
+        "reports and graphs as artifacts for tlparse (TORCH_TRACE)",
+        "drop the artifacts; the log keeps the reports",
+    ),
+    "dynamo_utils": Interface(
+        "torch._dynamo:utils",
+        "frames that Dynamo left to Python, and why",
+        "torch.compiler's metrics, if they have become public",
+        (
+            "counters",
+            "get_compilation_metrics",
+            "clear_compilation_metrics",
+            "_compilation_metrics",
+        ),
+    ),
+    "innermost_fn": Interface(
+        "torch._dynamo.eval_frame:innermost_fn",
+        "the function below torch.compile's wrappers",
+        "the attribute _torchdynamo_orig_callable",
+    ),
+    "FakeTensorMode": Interface(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "dry runs at any size",
+        "torch._subclasses has held it since 2.0; without it there is no dry run",
+    ),
+    "ShapeEnv": Interface(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv",
+        "symbolic sizes of a dry run",
+        "see FakeTensorMode",
+    ),
+    "MemTracker": Interface(
+        "torch.distributed._tools.mem_tracker:MemTracker",
+        "bytes of all storages alive, for estimate_peak",
+        "a TorchDispatchMode that counts storages",
+        early=False,
+    ),
+    "ProfilerEvent": Interface(
+        "torch._C._profiler:_EventType",
+        "allocations on the CPU in the profiler's events, for memory_probe",
+        "torch.profiler's memory timeline",
+    ),
+    # ---- operators, ranks, remedies
+    "has_internal_overlap": Interface(
+        "torch:_debug_has_internal_overlap",
+        "elements that share memory may not be overwritten",
+        "compare size and stride",
+    ),
+    "torch_check": Interface(
+        "torch:_check",
+        "checks of arguments that become guards for symbolic sizes",
+        "documented in torch since 2.5; else raise RuntimeError",
+    ),
+    "sym_or": Interface(
+        "torch.fx.experimental.symbolic_shapes:sym_or",
+        "either of two conditions on symbolic sizes",
+        "torch.sym_ite, or the | of two SymBools",
+    ),
+    "distributed_c10d": Interface(
+        "torch.distributed:distributed_c10d",
+        "process groups by name, their ranks, the default store",
+        "torch.distributed.get_process_group_ranks, and a group's name",
+        ("_world", "_get_default_store"),
+    ),
+    "functional_all_reduce": Interface(
+        "torch.distributed._functional_collectives:all_reduce",
+        "the collective that Dynamo can trace, for trace_distributed_nn",
+        "drop the remedy if Dynamo traces torch.distributed.nn by itself",
+    ),
+    "REDUCE_OP_TO_STR": Interface(
+        "torch.distributed._functional_collectives:REDUCE_OP_TO_STR",
+        "names of reductions, for the same",
+        "see functional_all_reduce",
+    ),
+    "get_torch_obj_rule_map": Interface(
+        "torch._dynamo.trace_rules:get_torch_obj_rule_map",
+        "made before torch.compile is replaced, for inline_nested_compile",
+        "drop the call, then run tests/dynamo",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in INTERFACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value, problem = _found(INTERFACES[name])
+    if problem:
+        raise ImportError(_message([problem]))
+    return value
+
+
+def check() -> None:
+    """Looks for all that is needed to compile.
+
+    Raises:
+        ImportError: naming this torch, and each interface that it lacks.
+    """
+    found = (_found(interface) for interface in INTERFACES.values() if interface.early)
+    problems = [problem for _, problem in found if problem]
+    if problems:
+        raise ImportError(_message(problems))
+
+
+def missing() -> list[str]:
+    """What this torch lacks of all interfaces, each with what it was for; imports inductor."""
+    return [problem for _, problem in map(_found, INTERFACES.values()) if problem]
+
+
+def _found(interface: Interface) -> tuple[Any, str]:
+    """The interface, or why it is not usable."""
+    module_name, _, attribute = interface.home.partition(":")
+    lost = f"{interface.home} ({interface.why}; instead: {interface.when_gone})"
+    try:
+        module = importlib.import_module(module_name)
+        value = getattr(module, attribute, None)
+        if value is None:  # a module that its package does not import
+            value = importlib.import_module(f"{module_name}.{attribute}")
+    except ImportError:
+        return None, lost
+    absent = [name for name in interface.needs if not hasattr(value, name)]
+    return value, f"{', '.join(absent)} of {lost}" if absent else ""
+
+
+def _message(problems: list[str]) -> str:
+    return (
+        f"torch {torch.__version__} lacks private interfaces that slime_compile uses: {'; '.join(problems)}. "
+        "Use a release of torch that README names, or a newer slime_compile"
+    )
