@@ -14,7 +14,7 @@ export PYTHONPATH=$PWD PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # a group of one process needs no network
 
 "$python" - <<'EOF' | tee "$out/stamp.txt" || exit 2
-from bench.cells import stamp, stamp_line
+from bench.measure.cells import stamp, stamp_line
 print(stamp_line(stamp()))
 EOF
 "$python" bench/gpu/check.py 2>&1 | tee "$out/check.txt"
