@@ -4,7 +4,7 @@
 
 What is public, by home; everything is imported on first use:
 
-    report              reports: what this process has compiled; Report
+    report              reports, summary: what this process has compiled; Report
     dry_run.explain     explain: what would be fused
     dry_run.estimate    estimate_peak: the peak memory of a loss at any size; Estimate
     dynamo.remedies     inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slime_compile.dry_run.estimate import Estimate, estimate_peak
     from slime_compile.dry_run.explain import explain
     from slime_compile.dynamo.remedies import inline_nested_compile, trace_distributed_nn
-    from slime_compile.report import Report, reports
+    from slime_compile.report import Report, reports, summary
     from slime_compile.rl.log_probs import log_probs_and_entropy
     from slime_compile.rl.memory_model import max_tokens_for, peak_bytes
     from slime_compile.rl.memory_probe import MemoryRecord, memory_probe
@@ -69,6 +69,7 @@ __all__ = [
     "row_temperature",
     "shifted_targets",
     "split_responses",
+    "summary",
     "trace_distributed_nn",
 ]
 
@@ -97,6 +98,7 @@ _HOMES = {
     "trace_distributed_nn": "dynamo.remedies",
     "Report": "report",
     "reports": "report",
+    "summary": "report",
 }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._guards import TracingContext
+    from torch._guards import CompileContext, TracingContext
     from torch._inductor import config as inductor_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REDUCE_OP_TO_STR",
+    "CompileContext",
     "CustomGraphPass",
     "FakeTensorMode",
     "MemTracker",
@@ -173,6 +174,12 @@ INTERFACES = {
             "clear_compilation_metrics",
             "_compilation_metrics",
         ),
+    ),
+    "CompileContext": Interface(
+        "torch._guards:CompileContext",
+        "which compilation of which frame a graph is, to find its graph breaks",
+        "report breaks by their line alone",
+        ("current_compile_id",),
     ),
     "innermost_fn": Interface(
         "torch._dynamo.eval_frame:innermost_fn",

@@ -60,6 +60,8 @@ def slime_fused(
     prepare(gm, record)
     with functorch_config.patch(BACKWARD_WITH_FORWARD):
         if chosen.inner == "aot_eager":
-            return compile_interpreted(gm, example_inputs, chosen, record)
-        compiled = compile_inductor(gm, example_inputs, chosen, mode, record)
+            compiled = compile_interpreted(gm, example_inputs, chosen, record)
+        else:
+            compiled = compile_inductor(gm, example_inputs, chosen, mode, record)
+    record.publish()
     return compiled if record.traced else noting_first_call(compiled, record)

@@ -12,14 +12,36 @@ import torch
 from torch.fx import GraphModule
 
 import fx_passes
+from fx_passes.graph.user_lines import source_of
 from slime_compile.backend.options import Options
-from slime_compile.report.record import Record, outermost_frame
+from slime_compile.dynamo.frames import compile_id, graph_break
+from slime_compile.report.record import Record, is_wide, outermost_frame
 
 
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
-    """What is known about a graph from the start: name, identity, and the inputs that may not be overwritten."""
+    """What is known about a graph from the start."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
-    return Record(_name(gm), _identity(gm, options, held), held)
+    return Record(
+        _name(gm),
+        _identity(gm, options, held),
+        held,
+        lines=_lines(gm),
+        ended_by=graph_break(gm),
+        compile_id=compile_id(),
+        has_vocabulary=any(
+            is_wide(node.meta.get("example_value"), options.min_vocab) for node in gm.graph.nodes
+        ),
+    )
+
+
+def _lines(gm: GraphModule) -> list[str]:
+    """The user's line of each node; nodes of one line have one trace."""
+    lines: dict[str, str] = {}
+    traces = [node.meta.get("stack_trace") or "" for node in gm.graph.nodes]
+    for node, trace in zip(gm.graph.nodes, traces, strict=True):
+        if trace not in lines:
+            lines[trace] = source_of(node)
+    return [lines[trace] for trace in traces]
 
 
 def _held(tensor: Any) -> str:
@@ -54,7 +76,9 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
         for t in inputs
         if isinstance(t, torch.Tensor) and t.layout is torch.strided
     ]
-    text = repr((gm.code, layouts, sorted(held.items()), torch.is_grad_enabled(), options.key()))
+    # who may overwrite what is in the identity of our passes only where something may be overwritten
+    kept = sorted(held.items()) if options.consume_logits else ()
+    text = repr((gm.code, layouts, kept, torch.is_grad_enabled(), options.key()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule
 
+from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.identity import SOURCES
 from slime_compile.backend.options import Options
@@ -142,11 +143,16 @@ def _user_passes(name: str, patches: dict[str, Any]) -> tuple[Callable[[Graph], 
 
 
 def noting_first_call(compiled: Compiled, record: Record) -> Compiled:
-    """Code from torch's compile cache: without a pass to ask, a call tells whether it has fused operators."""
+    """Code from torch's compile cache: without a pass to ask, its first call tells which fused operators it has."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
-        record.called = True
-        return compiled(*args)
+        if record.called:
+            return compiled(*args)
+        with ops.watched() as regions:
+            outputs = compiled(*args)
+        record.loaded(regions)
+        record.publish()
+        return outputs
 
     return call

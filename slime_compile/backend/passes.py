@@ -23,7 +23,7 @@ from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
 from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
-from slime_compile.torch_private import TracingContext, functorch_config
+from slime_compile.torch_private import TracingContext, functorch_config, trace_structured
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
     """
 
     def edit() -> None:
+        _trace("slime_fused_before", graph)
         found = fx_passes.fuse(graph, options.fuse_config())
         nodes = fused_nodes(graph)
         part = describe(graph, found, len(nodes), options.min_vocab)
@@ -99,6 +100,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
             set_region(nodes, record.graph_region(part))
         inplace.mark_inputs(graph, record.held)
         record.add(part)
+        if nodes:
+            _trace("slime_fused_after", graph)
 
     _guarded("the fusing pass", graph, options, record, edit)
     if options.check_ranks:
@@ -117,8 +120,18 @@ def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Reco
         record.place([Placement(d.source, d.in_place, d.reason) for d in decisions])
         if decisions:
             set_region(fused_nodes(graph), record.placements_region())
+            _trace("slime_fused_backward", graph)
 
     _guarded("the in-place pass", graph, options, record, edit)
+
+
+def _trace(name: str, graph: Graph) -> None:
+    """The graph as an artifact for tlparse; nothing is printed where TORCH_TRACE is not set."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: graph.python_code("self", verbose=True).src,
+    )
 
 
 def fused_nodes(graph: Graph) -> list[Node]:

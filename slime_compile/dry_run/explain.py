@@ -19,7 +19,7 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
-from slime_compile.dynamo.frames import Frame, Watch, summary
+from slime_compile.dynamo.frames import Frame, Watch, graph_break, summary, with_restarts
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
 from slime_compile.torch_private import FakeTensorMode, ShapeEnv, functorch_config
@@ -65,14 +65,14 @@ class _DryRun:
                 notes = (_ended(error),)
         return Report(
             graphs=tuple(r.result() for r in self.records),
-            breaks=_with_restarts(self.breaks, watch.breaks),
+            breaks=with_restarts(self.breaks, watch.breaks),
             python_frames=watch.python_frames,
             notes=notes,
         )
 
     def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors."""
-        self._note_break(gm)
+        self.breaks += filter(None, [graph_break(gm)])
         record = new_record(gm, example_inputs, self.options)
         self.records.append(record)
         prepare(gm, record)
@@ -80,26 +80,7 @@ class _DryRun:
             compile_interpreted(gm, example_inputs, self.options, record)
         return gm.forward
 
-    def _note_break(self, gm: GraphModule) -> None:
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        if reason is None or not reason.graph_break:
-            return
-        place = reason.user_stack[-1] if reason.user_stack else None
-        self.breaks.append(
-            Frame.found(
-                place.name if place else "a frame",
-                f"{place.filename}:{place.lineno}" if place else "",
-                summary(str(reason.reason)),
-            )
-        )
-
 
 def _ended(error: Exception) -> str:
     cause = error.__cause__ or error
     return f"the dry run ended here, what follows is not in this report: {type(cause).__name__}: {summary(str(cause))}"
-
-
-def _with_restarts(breaks: Sequence[Frame], restarts: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Graph breaks after which a graph ended, with their line, and those that Dynamo only started anew for."""
-    told = {(f.name, f.reason) for f in breaks}
-    return tuple(dict.fromkeys([*breaks, *(f for f in restarts if (f.name, f.reason) not in told)]))

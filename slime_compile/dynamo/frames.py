@@ -1,16 +1,21 @@
 """What Dynamo did with the frames it was given: which it split, and which it left to Python.
 
-Entry points: `process_frames` (this process so far), `Watch` (during one call). A frame that Dynamo gives up has no
-graph, no graph break and only a log line; what remains is torch's own record per compiled frame, the last 64 of them.
+Entry points: `process_frames` (this process so far), `Watch` (during one call), `graph_break` and `breaks_before` (one
+graph). A frame that Dynamo gives up has no graph, no graph break and only a log line; what remains is torch's own
+record per compiled frame, the last 64 of them. Frames of torch's own files (a hook of FSDP's) are nobody's loss.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.fx import GraphModule
+
 from slime_compile.dynamo.remedies import remedy
-from slime_compile.torch_private import dynamo_utils
+from slime_compile.torch_private import CompileContext, dynamo_utils
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +35,56 @@ class Frame:
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
 """Failures after which Dynamo runs the frame as plain Python; the others are raised."""
 
+_TORCH = str(Path(torch.__file__).parent)
+
 _seen: dict[Frame, float] = {}
+_restarts_of: dict[str, tuple[Frame, ...]] = {}
+
+
+def harvest() -> None:
+    """Keeps what torch's records say, before it drops them."""
+    metrics = dynamo_utils.get_compilation_metrics()
+    for frame, when in _left_to_python(metrics).items():
+        _seen.setdefault(frame, when)
+    for each in metrics:
+        if each.compile_id and each.restart_reasons:
+            _restarts_of[each.compile_id] = tuple(_restarts(each))
 
 
 def process_frames() -> dict[Frame, float]:
     """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
-    for frame, when in _left_to_python(dynamo_utils.get_compilation_metrics()).items():
-        _seen.setdefault(frame, when)
+    harvest()
     return dict(_seen)
+
+
+def compile_id() -> str:
+    """The compilation that this thread is in, as torch's records name it, or ""."""
+    found = CompileContext.current_compile_id()
+    return "" if found is None else str(found)
+
+
+def graph_break(gm: GraphModule) -> Frame | None:
+    """Why a graph of Dynamo's ends where it does, unless its function does."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    place = reason.user_stack[-1] if reason.user_stack else None
+    return Frame.found(
+        place.name if place else "a frame",
+        f"{place.filename}:{place.lineno}" if place else "",
+        summary(str(reason.reason)),
+    )
+
+
+def breaks_before(compilation: str, at_end: Frame | None) -> tuple[Frame, ...]:
+    """The graph breaks of a compilation that has ended: that of its graph, and those that it was started anew for."""
+    return with_restarts([at_end] if at_end else [], _restarts_of.get(compilation, ()))
+
+
+def with_restarts(breaks: Sequence[Frame], restarts: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Graph breaks after which a graph ended, with their line, and those that Dynamo only started anew for."""
+    told = {(f.name, f.reason) for f in breaks}
+    return tuple(dict.fromkeys([*breaks, *(f for f in restarts if (f.name, f.reason) not in told)]))
 
 
 class Watch:
@@ -78,6 +125,8 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
             names[code] = (each.co_name, _place(each.co_filename, each.co_firstlineno))
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
+            if start.startswith(_TORCH):
+                continue
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
             reason = _why(each.fail_reason or each.fail_type)
             frame = Frame.found(name, failed or start, reason)
@@ -94,7 +143,7 @@ def _why(reason: str) -> str:
 
 
 def _restarts(metrics: Any) -> list[Frame]:
-    """Graph breaks by which Dynamo traced a frame anew; torch keeps their reason, not their line."""
+    """Graph breaks for which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
     return [Frame.found(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
 

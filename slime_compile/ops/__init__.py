@@ -11,6 +11,6 @@ imports the names below.
 """
 
 from slime_compile.ops.operators import row_grad, row_grad_, row_stats
-from slime_compile.ops.regions import on_call, seen_regions
+from slime_compile.ops.regions import on_call, seen_regions, watched
 
-__all__ = ["on_call", "row_grad", "row_grad_", "row_stats", "seen_regions"]
+__all__ = ["on_call", "row_grad", "row_grad_", "row_stats", "seen_regions", "watched"]

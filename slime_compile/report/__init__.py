@@ -3,12 +3,12 @@
     values    Report, and what it holds
     text      a report's dict as text that a person reads
     record    one graph while it is compiled
-    process   `reports`: everything that this process has compiled or loaded from torch's compile cache
+    process   everything that this process has compiled or loaded from torch's compile cache: `reports`, `summary`
 
 `text` reads plain values, `values` calls `text`; no file of this folder imports the names below.
 """
 
-from slime_compile.report.process import reports
+from slime_compile.report.process import reports, summary
 from slime_compile.report.values import Report
 
-__all__ = ["Report", "reports"]
+__all__ = ["Report", "reports", "summary"]

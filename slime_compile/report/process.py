@@ -1,9 +1,12 @@
-"""What this process has compiled or loaded from torch's compile cache: one record per graph that Dynamo asked for."""
+"""What this process has compiled or loaded from torch's compile cache: one record per graph that Dynamo asked for.
+
+Entry points: `reports`, one by one; `summary`, in one.
+"""
 
 import threading
 import time
 
-from slime_compile.dynamo.frames import process_frames
+from slime_compile.dynamo.frames import breaks_before, harvest, process_frames
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
 
@@ -13,6 +16,7 @@ _lock = threading.Lock()
 
 def keep(new: Record) -> Record:
     """From now on `reports` tells of this graph; it gets the number by which `record` finds it."""
+    harvest()
     with _lock:
         new.number = len(_records)
         new.time = time.time()
@@ -27,9 +31,28 @@ def record(number: int) -> Record:
 def reports() -> list[Report]:
     """What this process has compiled or loaded from torch's compile cache, oldest first.
 
-    One report per graph, and one without graphs per frame that Dynamo left to Python (an exception while tracing, too
-    many recompiles), which runs as plain eager code.
+    One report per graph, with the graph breaks around it, and one without graphs per frame that Dynamo left to Python
+    (an exception while tracing, too many recompiles), which runs as plain eager code.
     """
-    graphs = [(each.time, Report((each.result(),))) for each in _records]
     lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
+    graphs = [
+        (each.time, Report((each.result(),), breaks_before(each.compile_id, each.ended_by)))
+        for each in list(_records)
+    ]
     return [report for _, report in sorted([*graphs, *lost], key=lambda timed: timed[0])]
+
+
+def summary() -> Report:
+    """All of this process in one report: for a trainer's log, and `summary().assert_fused()` for its CI.
+
+    Graphs without a vocabulary are counted and not listed.
+    """
+    every = reports()
+    graphs = [graph for report in every for graph in report.graphs]
+    shown = tuple(graph for graph in graphs if graph.about_a_vocabulary)
+    return Report(
+        graphs=shown,
+        breaks=tuple(dict.fromkeys(frame for report in every for frame in report.breaks)),
+        python_frames=tuple(frame for report in every for frame in report.python_frames),
+        other_graphs=len(graphs) - len(shown),
+    )

@@ -4,40 +4,70 @@ Entry points: `Record`, written by the backend and read by `process.reports`; `d
 
 NOTE [How a report survives the compile cache]
 On a hit in torch's compile cache no pass runs. So the report of a graph, as compact JSON, is the `region` argument of
-its first fused operator, is thereby part of the generated code, and comes back in `ops.seen_regions` when the operator
-is first called. `identity` ties it to the graph that Dynamo asked us to compile. Lines are those of the day of
-compiling.
+its first fused operator, is thereby part of the generated code, and comes back when the operator is called: the first
+call of loaded code tells which regions are its own. Where forward has no fused operator (backward recomputes all), the
+graph that Dynamo asked us to compile tells by its `identity`. Lines are those of this process: a region says at which
+node of Dynamo's graph each of its lines was found.
 """
 
 import collections
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.graph.user_lines import frames
+from fx_passes.graph.user_lines import frames, source_of
 from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
+from slime_compile.dynamo.frames import Frame
 from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Value
 from slime_compile.torch_private import TangentAOTInput, trace_structured
 
 log = logging.getLogger(__name__)
 
+aten = torch.ops.aten
+
+_SUMMED = {aten.sum.dim_IntList, aten.sum.default}
+
 
 class Record:
-    """What is known so far about one graph that Dynamo asked for; written by the backend, read by `reports`."""
+    """What is known so far about one graph that Dynamo asked for; written by the backend, read by `reports`.
 
-    def __init__(self, name: str, identity: str, held: dict[int, str]):
+    Attributes:
+        name: the user's function and its file.
+        identity: the same for the same graph and options in every process.
+        held: inputs that may not be overwritten, and why.
+        lines: the user's line of each node of Dynamo's graph, "" where there is none.
+        ended_by: the graph break after this graph.
+        compile_id: torch's number of this compilation.
+        has_vocabulary: a value of Dynamo's graph is as wide as one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        held: dict[int, str],
+        lines: Sequence[str] = (),
+        ended_by: Frame | None = None,
+        compile_id: str = "",
+        has_vocabulary: bool = True,
+    ):
         self.number = -1
         self.time = 0.0
         self.name = name
         self.identity = identity
         self.held = held
+        self.lines = tuple(lines)
+        self.ended_by = ended_by
+        self.compile_id = compile_id
+        self.has_vocabulary = has_vocabulary
         self.called = False
+        self._cached_as = {identity}
         self._parts: list[GraphReport] = []
         self._placements: list[Placement] = []
         self._failures: list[str] = []
@@ -50,7 +80,6 @@ class Record:
 
     def add(self, part: GraphReport) -> None:
         self._parts.append(part)
-        self._publish()
 
     def place(self, placements: Iterable[Placement]) -> None:
         self._placements = list(placements)
@@ -61,45 +90,89 @@ class Record:
     def note(self, text: str) -> None:
         self._notes.append(text)
 
+    def loaded(self, regions: Iterable[str]) -> None:
+        """Code from torch's compile cache has run for the first time, and has called these regions."""
+        self._cached_as.update(json.loads(region)["id"] for region in regions)
+        self.called = True
+
     def graph_region(self, part: GraphReport) -> str:
         """A graph's report as the text that travels in the generated code."""
-        return self._region({"graph": dataclasses.asdict(part)})
+        used = {v.source for v in part.values} | {r.source for r in part.rejections}
+        at = {line: self.lines.index(line) for line in sorted(used) if line in self.lines}
+        return self._region({"graph": dataclasses.asdict(part), "at": at})
 
     def placements_region(self) -> str:
         """The same for what is in place."""
-        return self._region({"in_place": [dataclasses.asdict(p) for p in self._placements]})
+        at = {
+            p.source: self.lines.index(p.source) for p in self._placements if p.source in self.lines
+        }
+        return self._region(
+            {"in_place": [dataclasses.asdict(p) for p in self._placements], "at": at}
+        )
 
     def _region(self, fields: dict[str, Any]) -> str:
         return json.dumps({"id": self.identity, **fields}, separators=(",", ":"), sort_keys=True)
 
     def result(self) -> GraphReport:
         if self.traced:
-            parts = self._parts or [GraphReport("")]
+            parts = list(self._parts)
+            if self._failures:
+                parts.append(GraphReport("", has_vocabulary=self.has_vocabulary, failed=True))
             notes = [*self._notes, *self._failures]
             return _merged(self.name, parts, self._placements, notes, cached=False)
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
         seen = [json.loads(region) for region in list(ops.seen_regions)]
-        mine = [each for each in seen if each["id"] == self.identity]
+        mine = [self._moved(each) for each in seen if each["id"] in self._cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
         placements = [Placement(**p) for each in mine for p in each.get("in_place", ())]
-        if parts:
-            return _merged(self.name, parts, placements, (), cached=True)
-        note = (
-            "loaded from torch's compile cache with nothing fused; slime_compile.explain says why"
-            if self.called
-            else "loaded from torch's compile cache and not called yet"
-        )
-        return GraphReport(self.name, notes=(note,), cached=True)
+        if not self.called:
+            note = "loaded from torch's compile cache and not called yet"
+            return GraphReport(
+                self.name, notes=(note,), has_vocabulary=self.has_vocabulary, cached=True
+            )
+        if not parts:
+            note = "loaded from torch's compile cache with nothing fused; slime_compile.explain says why"
+            return GraphReport(
+                self.name,
+                notes=(*self._notes, note),
+                has_vocabulary=self.has_vocabulary,
+                cached=True,
+            )
+        notes = list(self._notes)
+        if not placements and any(v.kind == "gradient" for part in parts for v in part.values):
+            notes.append("from torch's compile cache: the first backward tells what is in place")
+        return _merged(self.name, parts, placements, notes, cached=True)
 
-    def _publish(self) -> None:
-        result = self.result()
-        log.info("%s", Report((result,)))
+    def _moved(self, region: dict[str, Any]) -> dict[str, Any]:
+        """A region with the lines of this process."""
+        here = {
+            line: self.lines[number]
+            for line, number in region["at"].items()
+            if number < len(self.lines) and self.lines[number]
+        }
+
+        def moved(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [
+                {**each, "source": here.get(each["source"], each["source"])} for each in entries
+            ]
+
+        if "in_place" in region:
+            return {**region, "in_place": moved(region["in_place"])}
+        graph = region["graph"]
+        lists = {name: moved(graph[name]) for name in ("values", "rejections")}
+        return {**region, "graph": {**graph, **lists}}
+
+    def publish(self) -> None:
+        """To the log (TORCH_LOGS="slime_compile"), and as an artifact for tlparse."""
+        result = Report((self.result(),), breaks=tuple(filter(None, [self.ended_by])))
+        log.info("%s", result)
         trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": "slime_fused_report", "encoding": "json"},
-            payload_fn=lambda: json.dumps(Report((result,)).to_dict()),
+            payload_fn=lambda: json.dumps(result.to_dict()),
+            expect_trace_id=False,  # loaded code tells at its first call
         )
 
 
@@ -123,6 +196,7 @@ def _merged(
         notes=(*(n for p in parts for n in p.notes), *notes),
         has_vocabulary=any(p.has_vocabulary for p in parts),
         cached=cached,
+        failed=any(p.failed for p in parts),
     )
 
 
@@ -151,10 +225,19 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         training=any(_is_tangent(n) for n in graph.find_nodes(op="placeholder")),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
-        rejections=outcome.rejections,
+        rejections=tuple(_about_softmaxes(graph, outcome.rejections)),
         notes=outcome.notes,
-        has_vocabulary=any(_is_wide(n, min_vocab) for n in graph.nodes),
+        has_vocabulary=any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
+
+
+def _about_softmaxes(graph: Graph, rejections: Iterable[Rejection]) -> Iterator[Rejection]:
+    """Without exponentials whose last dimension is small and that nobody sums up: those of SiLU and sigmoid."""
+    exponentials = graph.find_nodes(op="call_function", target=aten.exp.default)
+    softmaxes = {source_of(n) for n in exponentials if any(u.target in _SUMMED for u in n.users)}
+    for each in rejections:
+        if "min_vocab=" not in each.reason or each.source in softmaxes:
+            yield each
 
 
 def _is_tangent(node: Node) -> bool:
@@ -164,8 +247,8 @@ def _is_tangent(node: Node) -> bool:
     return isinstance(desc, TangentAOTInput)
 
 
-def _is_wide(node: Node, min_vocab: int) -> bool:
-    value = node.meta.get("val")
+def is_wide(value: object, min_vocab: int) -> bool:
+    """Floating, and its last dimension may be a vocabulary."""
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not value.dim():
         return False
     width: Any = value.shape[-1]

@@ -16,6 +16,8 @@ def render(report: Fields) -> str:
     lines = [_headline(report)]
     for number, graph in enumerate(graphs, 1):
         lines += ["", f"graph {number} of {len(graphs)}: {_title(graph)}", *_graph(graph)]
+    if others := report["other_graphs"]:
+        lines += ["", f"{others} more graph{'' if others == 1 else 's'} without a vocabulary"]
     lines += _frames("graph breaks", report["breaks"])
     lines += _frames("left to Python, nothing there is compiled", report["python_frames"])
     lines += [f"note: {note}" for note in report["notes"]]
@@ -24,6 +26,8 @@ def render(report: Fields) -> str:
 
 def _headline(report: Fields) -> str:
     graphs = report["graphs"]
+    if not graphs and report["other_graphs"]:
+        return "slime_fused: 0 fused operators; the logits are in no graph"
     if not graphs:
         everything = ", everything runs in Python" if report["python_frames"] else ""
         return f"slime_fused: no graph at all{everything}"
@@ -37,9 +41,7 @@ def _headline(report: Fields) -> str:
 def _title(graph: Fields) -> str:
     kind = "training" if graph["training"] else "inference"
     if graph["cached"]:
-        kind = "from torch's compile cache, lines as of compiling" + (
-            f"; {kind}" if graph["values"] else ""
-        )
+        kind = "from torch's compile cache" + (f"; {kind}" if graph["values"] else "")
     return f"{graph['name']}, {kind}, {graph['operators']} fused operators"
 
 
@@ -69,7 +71,7 @@ def _graph(graph: Fields) -> list[str]:
     if graph["rejections"]:
         refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
         lines += _indented(_table(("left as it was, because", "node", "at"), refused))
-    if not graph["has_vocabulary"]:
+    if not graph["has_vocabulary"] and not graph["failed"]:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
 

@@ -4,6 +4,7 @@ A person reads `str(report)`, a program `report.to_dict()`; the text is made fro
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from fx_passes.outcome import Rejection
@@ -50,6 +51,22 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     has_vocabulary: bool = True
     cached: bool = False
+    failed: bool = False
+
+    @property
+    def about_a_vocabulary(self) -> bool:
+        """Something was fused, refused, or not even tried; many graphs are wide without a softmax over a vocabulary."""
+        unknown = self.cached and not self.operators
+        return bool(
+            self.operators or self.failed or (self.has_vocabulary and (self.rejections or unknown))
+        )
+
+    @property
+    def full_vocabulary_left(self) -> int:
+        """Full-vocabulary values that the graph still makes; where nothing was fused, what was refused."""
+        if self.operators:
+            return self.wide_after
+        return len(self.rejections) if self.has_vocabulary else 0
 
 
 SUMS = (
@@ -71,12 +88,14 @@ class Report:
         breaks: where Dynamo split the function.
         python_frames: frames that Dynamo left to Python, with the cause; none of their work is in a graph.
         notes: what a reader should know beyond that.
+        other_graphs: how many graphs without a vocabulary there are besides; only a summary leaves them out.
     """
 
     graphs: tuple[GraphReport, ...] = ()
     breaks: tuple[Frame, ...] = ()
     python_frames: tuple[Frame, ...] = ()
     notes: tuple[str, ...] = ()
+    other_graphs: int = 0
 
     @property
     def fused(self) -> int:
@@ -93,14 +112,61 @@ class Report:
             "breaks": [dataclasses.asdict(f) for f in self.breaks],
             "python_frames": [dataclasses.asdict(f) for f in self.python_frames],
             "notes": list(self.notes),
+            "other_graphs": self.other_graphs,
             "graphs": [dataclasses.asdict(g) for g in self.graphs],
         }
 
-    def assert_fused(self, min_fused: int = 1) -> None:
-        """Raises AssertionError with the whole report if fewer operators were fused, or a frame ran in Python."""
-        if self.fused < min_fused or self.python_frames:
-            wanted = f"at least {min_fused} fused operators and no frame left to Python"
-            raise AssertionError(f"expected {wanted}, got {self.fused}\n\n{self}")
+    def assert_fused(
+        self,
+        min_fused: int = 1,
+        *,
+        max_full_vocabulary: int = 0,
+        in_place: bool | None = None,
+        graph_breaks: int = 0,
+    ) -> None:
+        """A line for your own CI: that the loss is fused, in one graph, with nothing left of the vocabulary's size.
+
+        Args:
+            min_fused: fewest fused operators in all graphs.
+            max_full_vocabulary: most full-vocabulary values that may be left, the gradient of the logits aside. What a
+                graph that was refused would still make is counted by its refusals.
+            in_place: whether every gradient is written over the logits; None: it does not matter.
+            graph_breaks: most places where Dynamo may split the function.
+
+        Raises:
+            AssertionError: what does not hold, and the whole report. Always so where a frame ran in Python, and where a
+                pass failed.
+
+        Example:
+            >>> slime_compile.explain(loss_fn)(hidden, weight, tokens).assert_fused(in_place=True)
+        """
+        problems = list(self._problems(min_fused, max_full_vocabulary, in_place, graph_breaks))
+        if problems:
+            raise AssertionError(f"expected {'; '.join(problems)}\n\n{self}")
+
+    def _problems(
+        self, min_fused: int, max_full_vocabulary: int, in_place: bool | None, graph_breaks: int
+    ) -> Iterator[str]:
+        if self.fused < min_fused:
+            yield f"at least {min_fused} fused operators, got {self.fused}"
+        left = sum(g.full_vocabulary_left for g in self.graphs)
+        if left > max_full_vocabulary:
+            yield f"at most {max_full_vocabulary} full-vocabulary values left, got {left}"
+        if len(self.breaks) > graph_breaks:
+            yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
+        if self.python_frames:
+            yield f"no frame left to Python, got {len(self.python_frames)}"
+        if failed := sum(g.failed for g in self.graphs):
+            yield f"no pass that fails, got {failed}"
+        if in_place is not None:
+            placed = [p.in_place for g in self.graphs for p in g.placements]
+            if not placed:
+                yield "a gradient, got none" + (
+                    " before the first backward" if any(g.cached for g in self.graphs) else ""
+                )
+            elif any(each is not in_place for each in placed):
+                how = "over" if in_place else "beside"
+                yield f"every gradient written {how} the logits, got {placed.count(in_place)} of {len(placed)}"
 
     def __str__(self) -> str:
         return text.render(self.to_dict())

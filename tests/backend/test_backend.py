@@ -1,10 +1,6 @@
 """The backend: registration, hooks, failures, caches, threads. Code generation takes seconds and is avoided."""
 
-import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +20,7 @@ from slime_compile.backend.options import Options
 from slime_compile.report import Report
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
+from tests.support.processes import run_python
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
 INTERPRETED = {"inner": "aot_eager"}
@@ -58,18 +55,6 @@ def check_against_eager(fn: Callable[..., Any]) -> None:
 
 
 # ---- registration -------------------------------------------------------------------------------------------------
-
-
-def run_python(code: str, **environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_registered_without_an_import_of_ours() -> None:
@@ -282,34 +267,3 @@ def test_uuid_has_options_and_the_users_passes() -> None:
 
 def test_a_pass_without_identity_switches_the_cache_off() -> None:
     assert joint_pass([lambda graph: None]).uuid() is None
-
-
-# ---- torch's compile cache ----------------------------------------------------------------------------------------
-
-WARM = """
-import json, sys, torch, slime_compile
-def loss(x, w, t):
-    return torch.log_softmax(x @ w, -1).gather(-1, t[:, None]).mean()
-def nothing(x):
-    return (x * 2).sin()
-x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 1030, requires_grad=True)
-torch.compile(loss, backend="slime_fused")(x, w, torch.randint(0, 1030, (4,))).backward()
-torch.compile(nothing, backend="slime_fused")(torch.randn(8))
-print(json.dumps([r.to_dict() for r in slime_compile.reports()]))
-"""
-
-
-def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
-    script = tmp_path / "warm.py"
-    script.write_text(WARM)
-    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    cold, warm = (json.loads(run_python(code, **cache)) for _ in range(2))
-    assert [r["fused"] for r in cold] == [r["fused"] for r in warm] == [2, 0]
-    for report in (*cold, *warm):
-        for graph in report["graphs"]:
-            loaded = graph.pop("cached")
-            assert loaded == any(report is r for r in warm)
-    assert cold[0] == warm[0]
-    assert cold[0]["in_place"][0]["in_place"]
-    assert "nothing fused" in warm[1]["graphs"][0]["notes"][0]

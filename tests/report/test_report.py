@@ -29,6 +29,7 @@ KEYS = {
     "breaks",
     "python_frames",
     "notes",
+    "other_graphs",
     "graphs",
 }
 
