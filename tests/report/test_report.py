@@ -3,16 +3,21 @@
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fx_passes
 import slime_compile
 from slime_compile import Report, explain
+from slime_compile.dynamo import frames
 from slime_compile.report import text
 from slime_compile.report.values import GraphReport
+from tests.support.processes import run_python
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab
 INTERPRETED = {"inner": "aot_eager"}
@@ -239,3 +244,161 @@ def test_dynamic_sizes() -> None:
 def test_a_report_of_nothing_is_not_empty() -> None:
     assert str(Report()) == "slime_fused: no graph at all"
     assert "0 fused operators" in str(Report((GraphReport("loss"),)))
+
+
+# ---- assert_fused and summary -------------------------------------------------------------------------------------
+
+
+def half_fused(logits: Tensor, target: Tensor) -> Tensor:
+    values = torch.log_softmax(logits, -1)
+    return values.gather(-1, target[:, None])[:, 0] + values.sort(-1).values[:, 0]
+
+
+def broken(logits: Tensor, target: Tensor) -> Tensor:
+    values = log_probs(logits, target)
+    torch._dynamo.graph_break()
+    return values + log_probs(logits * 2, target)
+
+
+def refused(logits: Tensor, target: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return torch.softmax(logits, -1) * 2
+
+
+def test_what_is_left_of_the_vocabulary_is_no_fused_loss() -> None:
+    report = explain(half_fused)(*data())
+    left = report.graphs[0].wide_after
+    assert report.fused == 2
+    assert left > 0
+    with pytest.raises(AssertionError, match=f"at most 0 full-vocabulary values left, got {left}"):
+        report.assert_fused()
+    report.assert_fused(max_full_vocabulary=left)
+
+
+def test_a_graph_break_is_no_fused_loss() -> None:
+    report = explain(broken)(*data())
+    with pytest.raises(AssertionError, match="at most 0 graph breaks, got 1"):
+        report.assert_fused()
+    report.assert_fused(4, graph_breaks=1)
+
+
+def test_what_was_refused_counts_as_left() -> None:
+    report = explain(refused)(*data())
+    with pytest.raises(AssertionError, match=r"at least 1 fused .* full-vocabulary values left"):
+        report.assert_fused(graph_breaks=1)
+
+
+def test_where_the_gradient_has_to_be() -> None:
+    beside = explain(log_probs)(*data())
+    beside.assert_fused(in_place=False)
+    with pytest.raises(AssertionError, match="written over the logits, got 0 of 1"):
+        beside.assert_fused(in_place=True)
+    over = explain(log_probs, consume_logits=True)(*data())
+    over.assert_fused(in_place=True)
+    with pytest.raises(AssertionError, match="written beside the logits, got 0 of 1"):
+        over.assert_fused(in_place=False)
+    with torch.no_grad():
+        inference = explain(log_probs)(*data_without_randomness())
+    inference.assert_fused()
+    with pytest.raises(AssertionError, match="expected a gradient, got none"):
+        inference.assert_fused(in_place=True)
+
+
+def test_breaks_are_in_the_reports_of_this_process() -> None:
+    torch._dynamo.reset()
+    known = len(slime_compile.reports())
+    torch.compile(broken, backend="slime_fused", options=INTERPRETED)(*data())
+    first, second = slime_compile.reports()[known:]
+    assert [(b.name, b.source) for b in first.breaks] == [("broken", line_of(broken, 2))]
+    assert second.breaks == ()
+    assert "graph breaks:" in str(first)
+
+
+def test_a_summary_lists_what_is_about_the_vocabulary() -> None:
+    torch._dynamo.reset()
+    before = slime_compile.summary()
+    for function in (torch.nn.functional.silu, torch.sigmoid, torch.cos):
+        torch.compile(lambda x, f=function: f(x), backend="slime_fused", options=INTERPRETED)(
+            torch.randn(4, 2 * VOCAB)
+        )
+    torch.compile(log_probs, backend="slime_fused", options=INTERPRETED)(*data())
+    after = slime_compile.summary()
+    assert len(after.graphs) == len(before.graphs) + 1
+    assert after.fused == before.fused + 2
+    assert after.other_graphs == before.other_graphs + 3
+    assert f"{after.other_graphs} more graphs without a vocabulary" in str(after)
+
+
+def test_a_small_activation_is_no_small_vocabulary() -> None:
+    """SiLU is made of an exponential, a softmax of one that is summed up."""
+    small = torch.randn(4, 128, requires_grad=True)
+    assert explain(torch.nn.functional.silu)(small).graphs[0].rejections == ()
+    (rejection,) = (
+        explain(torch.nn.functional.log_softmax, strict=True)(small, -1).graphs[0].rejections
+    )
+    assert "last dimension 128 is smaller than min_vocab=1024" in rejection.reason
+
+
+def test_frames_of_torchs_own_are_nobodys_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP's hooks are compiled and given up by Dynamo, one after another."""
+
+    def record(file: str, number: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            compile_id=f"{number}/0",
+            co_name="hook",
+            co_filename=file,
+            co_firstlineno=7,
+            fail_type="Unsupported",
+            fail_reason="a reason",
+            fail_user_frame_filename=None,
+            fail_user_frame_lineno=None,
+            end_time_us=1,
+            restart_reasons=None,
+        )
+
+    fsdp = str(Path(torch.__file__).parent / "distributed/fsdp/_fully_shard/_fsdp_state.py")
+    metrics = [record(fsdp, 900), record("/a/trainer.py", 901)]
+    monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: metrics)
+    monkeypatch.setattr(frames, "_seen", {})
+    assert [f.source for f in frames.process_frames()] == ["/a/trainer.py:7"]
+
+
+def test_a_failed_pass_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: object, config: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fx_passes, "fuse", fail)
+    report = explain(log_probs)(*data())
+    with pytest.raises(AssertionError, match="no pass that fails, got 1"):
+        report.assert_fused(0)
+
+
+# ---- where reports are printed ------------------------------------------------------------------------------------
+
+PRINTED = """
+import torch
+def loss(x, t):
+    return torch.log_softmax(x, -1).gather(-1, t[:, None]).mean()
+x, t = torch.randn(4, 1030, requires_grad=True), torch.randint(0, 1030, (4,))
+torch.compile(loss, backend="slime_fused", options={"inner": "aot_eager"})(x, t).backward()
+"""
+
+
+def test_torchs_log_prints_reports_as_they_are_made(tmp_path: Path) -> None:
+    written = tmp_path / "torch.log"
+    run_python(PRINTED, TORCH_LOGS="slime_compile", TORCH_LOGS_OUT=str(written))
+    said = written.read_text()
+    assert said.count("slime_fused: 2 fused operators in 1 graph") == 1
+    assert "not in place: the logits are an input" in said
+    run_python(PRINTED, TORCH_LOGS="", TORCH_LOGS_OUT=str(written))
+    assert "fused operators" not in written.read_text()
+
+
+def test_torchs_trace_has_the_report_and_the_graphs(tmp_path: Path) -> None:
+    run_python(PRINTED, TORCH_TRACE=str(tmp_path))
+    (trace,) = tmp_path.glob("*.log")
+    text = trace.read_text()
+    for name in ("before", "after", "backward", "report"):
+        assert text.count(f'"name": "slime_fused_{name}"') == 1, name
+    after = text.split('"slime_fused_after"')[1].split("[rank")[0]
+    assert "slime_fused.row_stats.default" in after
