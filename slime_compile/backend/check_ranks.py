@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from fx_passes.graph.operators import is_collective
+from fx_passes.graph.order import ancestors
 from slime_compile.torch_private import distributed_c10d
 
 TIMEOUT = timedelta(seconds=30)
@@ -93,7 +94,8 @@ def _compare(own: list[str], other: list[str], mine: int, rank: int, name: str, 
 
 def describe(graph: Graph, group: str) -> list[str]:
     """One line per collective over `group` and per value that one of them depends on."""
-    wanted = _ancestors([n for n in graph.nodes if is_collective(n) and n.args[-1] == group])
+    own = [n for n in graph.nodes if is_collective(n) and n.args[-1] == group]
+    wanted = {*own, *ancestors(own)}
     number: dict[Node, int] = {}
     lines = []
     for node in graph.nodes:
@@ -108,13 +110,3 @@ def describe(graph: Graph, group: str) -> list[str]:
 def _type(node: Node) -> str:
     value = node.meta.get("val")
     return str(value.dtype) if isinstance(value, torch.Tensor) else ""
-
-
-def _ancestors(nodes: list[Node]) -> set[Node]:
-    stack, found = list(nodes), set(nodes)
-    while stack:
-        for arg in stack.pop().all_input_nodes:
-            if arg not in found:
-                found.add(arg)
-                stack.append(arg)
-    return found
