@@ -9,7 +9,6 @@ converted, so that a rounding to float32 in the rewrite shows.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import slime_compile.ops  # noqa: F401  registers what the walk emits
 from fx_passes.algebra.forms import Form, Guard, Mask
 from fx_passes.graph.facts import hint, is_float_tensor, shape_of
+from fx_passes.graph.operators import VIEWS
 from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
@@ -52,11 +52,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Draw:
-    """One set of data; `infinity` stands in for +inf, to see what depends on it."""
+    """One set of data; `instead` of NaN and +inf a number, to see what depends on them."""
 
     kind: str
     seed: int
-    infinity: float = math.inf
+    instead: float | None = None
+
+    @property
+    def spoils(self) -> bool:
+        return self.kind in ("poisoned", "infinite")
 
 
 DRAWS = tuple(Draw(kind, seed) for seed, kind in enumerate((*KINDS, "mixed")))
@@ -221,19 +225,32 @@ class Walked:
         values = self._values(draw)
         if values is None:
             return False
-        others = [self._values(replace(draw, infinity=number)) for number in (3.0, 4.0)]
+        others = [
+            found
+            for number in (3.0, 4.0)
+            if draw.spoils and (found := self._values(replace(draw, instead=number)))
+        ]
         for node in nodes:
             want = values[node]
-            free = torch.ones((), dtype=torch.bool)  # elements that +inf does not reach
-            if draw.kind == "infinite":
-                if any(each is None for each in others):
-                    continue
-                free = torch.as_tensor(_equal(others[0][node], want) & _equal(others[1][node], want))
-            elif self._overflows(node, values):
+            free = torch.ones((), dtype=torch.bool)  # elements that NaN and +inf do not reach
+            if draw.spoils and isinstance(want, Tensor):
+                free = torch.stack([each[node] == want for each in others]).all(0)
+            elif not isinstance(self.said(node), Mask) and self._overflows(node, values):
                 continue
+            if isinstance(self.said(node), Mask):
+                free = free & self._certain(self.said(node), node, values)
             for what, (found, size) in self._claims(node, values):
                 self._compare(node, what, found, want, free, 1e-11 * size, draw)
         return True
+
+    def _certain(self, mask: Mask, node: Node, values: Values) -> Tensor:
+        """Elements of which a mask speaks: no NaN, and none that is -inf in the dtype of the user's value only."""
+        if mask.guard in (Guard.COLUMN, Guard.ROW):
+            return torch.ones((), dtype=torch.bool)
+        value, _ = dense(mask.form, values, self.walk.context.rows.zero_outside)
+        mended = values[node] & ~value.isnan() if mask.guard is Guard.NAN else value.isnan()
+        lowest = torch.finfo(self.scratch.dtype).min
+        return ~mended & ~(value.isfinite() & (value <= lowest))
 
     def _values(self, draw: Draw) -> Values | None:
         """All values of the user's; None where torch itself refuses the data."""
@@ -265,9 +282,17 @@ class Walked:
                 assert _hints(fake.shape) == _hints(old.shape), f"{node}: {fake} for {old}"
             claims.append(("new node", (values[new], max(values.largest(new), mine))))
         if node in self.meanings:
-            found, size = dense_poly(self.meanings[node], values, zero)
+            found, size = dense_poly(self.meanings[node], values, self._viewed(zero))
             claims.append(("polynomial", (found, max(size, mine))))
         return claims
+
+    def _viewed(self, zero: set[Node]) -> set[Node]:
+        """Nodes that vanish outside their rows, and views of them: a polynomial is read, and not yet computed."""
+        found = set(zero)
+        for node in self.walk.graph.nodes:
+            if node.op == "call_function" and node.target in VIEWS and node.args[0] in found:
+                found.add(node)
+        return found
 
     def _overflows(self, node: Node, values: Values) -> bool:
         """+inf is in what the value is made of: then nothing is promised."""
@@ -284,7 +309,10 @@ class Walked:
         if isinstance(self.said(node), Mask) and self.said(node).guard is Guard.PEAK:
             return  # a maximum of its own decides ties
         found = torch.as_tensor(found).expand(want.shape).double()
-        wrong = free & wrong_elements(found, want.double(), tolerance, draw.kind != "plain")
+        want = want.double()
+        wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
+        if isinstance(self.said(node), Form) and self.said(node).clamped:
+            wrong &= ~(found.isinf() & (want * found.sign() >= 1e4))  # some very low number
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
             raise AssertionError(
@@ -293,14 +321,10 @@ class Walked:
             )
 
 
-def _equal(left: Any, right: Any) -> Any:
-    return left == right
-
-
 def _has_infinity(found: Any) -> bool:
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         return False
-    return bool((found > 1e250).any())
+    return bool(((found > 1e150) | ((found < -1e150) & found.isfinite())).any())
 
 
 def _hints(shape: Sequence[Any]) -> tuple[int, ...]:
@@ -326,8 +350,8 @@ def make(given: Input, draw: Draw, dtype: torch.dtype | None = None) -> Tensor:
     """The input's values, which its dtype can hold; a floating one in `dtype` where that is given."""
     generator = torch.Generator().manual_seed(draw.seed * 1000 + hash_of(given))
     tensor = _MAKERS[given.role](given, draw.kind, generator).to(given.dtype)
-    if draw.kind == "infinite" and tensor.is_floating_point():
-        tensor = torch.where(tensor == torch.inf, draw.infinity, tensor)
+    if draw.instead is not None and tensor.is_floating_point():
+        tensor = tensor.nan_to_num(draw.instead, draw.instead, -torch.inf)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return _laid_out(tensor, given.layout)

@@ -1,0 +1,512 @@
+"""Every text that the passes give a user as a reason: provoked, and asserted word for word.
+
+`REFUSALS` holds the texts of rules, each with the smallest graph that is refused so; those of the passes around them
+are asserted in their own tests. `test_every_text_is_asserted` reads all texts from the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+import fx_passes
+from fx_passes.fuse import fuse
+from fx_passes.outcome import FuseConfig
+from tests.support.scratch import VOCAB, Scratch
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+Provoke = Callable[[Scratch, Node], Any]
+REFUSALS: list[tuple[str, Provoke]] = []
+
+
+def refused(text: str) -> Callable[[Provoke], Provoke]:
+    """`provoke(scratch, logits [3, V])` makes a graph in which some node is refused with `text`."""
+
+    def enter(provoke: Provoke) -> Provoke:
+        REFUSALS.append((text, provoke))
+        return provoke
+
+    return enter
+
+
+def short(text: str, target: Any, *args: Any, **kwargs: Any) -> None:
+    """One operator on the logits."""
+    REFUSALS.append((text, lambda s, x: s.call(target, x, *args, **kwargs)))
+
+
+# ---------------------------------------------------------------- values
+
+
+def exponential(s: Scratch, x: Node) -> Node:
+    return s.call(aten.exp.default, x)
+
+
+def weighted(s: Scratch, x: Node) -> Node:
+    """x exp(x)"""
+    return s.call(aten.mul.Tensor, exponential(s, x), x)
+
+
+def other(s: Scratch) -> Node:
+    return s.input("logits", (3, VOCAB))
+
+
+def number(s: Scratch, fill: float) -> Node:
+    return s.call(aten.full.default, [], fill, dtype=torch.float32, device="cpu")
+
+
+def zero_mask(s: Scratch, x: Node) -> Node:
+    return s.call(aten.eq.Scalar, exponential(s, x), 0.0)
+
+
+def column_mask(s: Scratch, rows: int = 3) -> Node:
+    return s.call(aten.eq.Tensor, iota(s, VOCAB), s.input("hits", (rows, 1), torch.int64))
+
+
+def iota(s: Scratch, count: int) -> Node:
+    return s.call(
+        prims.iota.default,
+        count,
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device="cpu",
+        requires_grad=False,
+    )
+
+
+def hits(s: Scratch, *shape: int) -> Node:
+    return s.input("hits", shape, torch.int64)
+
+
+def rows(s: Scratch, *shape: int) -> Node:
+    return s.input("rows", shape)
+
+
+# ---------------------------------------------------------------- the algebra
+
+
+@refused("values over two different logits meet")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, x, other(s))
+
+
+@refused("the operands keep the vocabulary in different dimensions")
+def _(s: Scratch, x: Node) -> None:
+    square = s.input("logits", (VOCAB, VOCAB))
+    s.call(aten.mul.Tensor, exponential(s, square), s.call(aten.t.default, square))
+
+
+@refused("more than 6 different softmaxes of the same logits are added")
+def _(s: Scratch, x: Node) -> None:
+    total = exponential(s, x)
+    for k in range(2, 8):
+        total = s.call(
+            aten.add.Tensor, total, exponential(s, s.call(aten.mul.Tensor, x, float(k)))
+        )
+
+
+@refused("more than 16 different target columns of the same logits are added")
+def _(s: Scratch, x: Node) -> None:
+    total = x
+    for _ in range(17):
+        mask = s.call(prims.convert_element_type.default, column_mask(s), torch.float32)
+        total = s.call(aten.add.Tensor, total, mask)
+
+
+@refused("a square of the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, x, x)
+
+
+@refused("a softmax times the square of the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, weighted(s, x), x)
+
+
+@refused("a product of two softmaxes")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, exponential(s, x), exponential(s, x))
+
+
+@refused("a clamped value may be at its lowest number there, which is not -inf")
+def _(s: Scratch, x: Node) -> None:
+    low = s.call(aten.clamp_min.default, x, torch.finfo(torch.float32).min)
+    s.call(aten.amax.default, low, [-1])
+
+
+# ---------------------------------------------------------------- pointwise
+
+short(
+    "a full-vocabulary value is cast to integers", prims.convert_element_type.default, torch.int64
+)
+short("a power of 3 of a full-vocabulary value", aten.pow.Tensor_Scalar, 3)
+short("no rule for aten.tanh.default on a full-vocabulary value", aten.tanh.default)
+
+
+@refused("a full-vocabulary mask is used in arithmetic")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.add.Tensor, zero_mask(s, x), 1.0)
+
+
+@refused("a division by a full-vocabulary value")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.div.Tensor, exponential(s, x), x)
+
+
+@refused("a division that rounds, or by a full-vocabulary value")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.div.Tensor, rows(s, 3, 1), x)
+
+
+@refused("exp of a value that is not linear in the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.exp.default, exponential(s, x))
+
+
+@refused("log of a value that is not one softmax")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.log.default, s.call(aten.add.Scalar, exponential(s, x), 1.0))
+
+
+@refused("an operand varies over the vocabulary and is not made from the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, x, s.input("rows", (VOCAB,)))
+
+
+@refused("an operand is neither a number nor a row scalar: complex_number")
+def _(s: Scratch, x: Node) -> None:
+    made = s.call(aten.full.default, [], 1j, dtype=torch.complex64, device="cpu")
+    made.name = "complex_number"
+    s.call(aten.mul.Tensor, x, made)
+
+
+@refused("the logits are broadcast against a larger value")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, x, s.input("logits", (1, VOCAB)))
+
+
+# ---------------------------------------------------------------- guards
+
+
+@refused("a comparison over the vocabulary that is not a known guard")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.gt.Scalar, x, 1.0)
+
+
+short("a logical operator on a full-vocabulary value", aten.logical_not.default)
+
+
+@refused("a full-vocabulary value is used as a condition")
+def _(s: Scratch, x: Node) -> None:
+    ones = s.call(aten.full.default, [3, VOCAB], 1.0, dtype=torch.bool, device="cpu")
+    s.call(aten.where.self, ones, x, x)
+
+
+@refused("where the probability is zero, another value than the limit is put")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.where.self, zero_mask(s, x), number(s, 1.0), exponential(s, x))
+
+
+@refused("where the probability is zero, another value is put to zero")
+def _(s: Scratch, x: Node) -> None:
+    twice = exponential(s, s.call(aten.mul.Tensor, x, 2.0))
+    s.call(aten.where.self, zero_mask(s, x), number(s, 0.0), twice)
+
+
+@refused("where another value is NaN, NaN is put")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.where.self, s.call(aten.isnan.default, x), number(s, torch.nan), exponential(s, x))
+
+
+@refused("a mask is used as a number: the probability is zero")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, zero_mask(s, x), x)
+
+
+@refused("rows are filled with an infinite value")
+def _(s: Scratch, x: Node) -> None:
+    keep = s.input("flags", (3, 1), torch.bool)
+    s.call(aten.where.self, keep, x, number(s, -torch.inf))
+
+
+@refused("a clamp over the vocabulary from above, or to a value per row")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.clamp.default, x, -1.0, 1.0)
+
+
+short("a clamp over the vocabulary changes values", aten.clamp_min.default, 0.0)
+
+
+# ---------------------------------------------------------------- reductions
+
+short("rows of full-vocabulary values are summed", aten.sum.dim_IntList, [0])
+short("rows of full-vocabulary values are averaged", aten.mean.dim, [0])
+short("a maximum over other dimensions than the vocabulary", aten.amax.default, [0, 1])
+short("the place of a maximum over other dimensions than the vocabulary", aten.argmax.default, 0)
+
+
+@refused("a maximum of a value that is not linear in the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.amax.default, weighted(s, x), [-1])
+
+
+@refused("the place of a maximum of a value that is not a positive multiple of the logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.argmax.default, s.call(aten.neg.default, x), -1)
+
+
+@refused("a matrix product with full-vocabulary values")
+def _(s: Scratch, x: Node) -> None:
+    batch = s.input("logits", (2, 3, VOCAB))
+    s.call(aten.bmm.default, batch, rows(s, 2, VOCAB, 4))
+
+
+@refused("a softmax without one of its columns is summed, which would cancel")
+def _(s: Scratch, x: Node) -> None:
+    rest = s.call(aten.scatter.value, exponential(s, x), -1, hits(s, 3, 1), 0.0)
+    s.call(aten.sum.dim_IntList, rest, [-1])
+
+
+# ---------------------------------------------------------------- columns
+
+
+@refused("a gather over another dimension than the vocabulary")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.gather.default, x, 0, s.input("hits", (1, VOCAB), torch.int64))
+
+
+@refused("the logits are indexed by something else than row number and column")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.index.Tensor, x, [hits(s, 3), hits(s, 3)])
+
+
+@refused("rows are picked by an index")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.index.Tensor, x, [hits(s, 2)])
+
+
+@refused("a full-vocabulary value is written by index")
+def _(s: Scratch, x: Node) -> None:
+    zeros = s.input("rows", (3,))
+    s.call(aten.index_put.default, zeros, [iota(s, 3)], x)
+
+
+@refused("a scatter of full-vocabulary values")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.src, s.input("rows", (3, 4)), 1, hits(s, 3, 4), x)
+
+
+@refused("a scatter over another dimension than the vocabulary")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.value, x, 0, s.input("hits", (1, VOCAB), torch.int64), 1.0)
+
+
+@refused("several columns per row are overwritten")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.value, x, -1, hits(s, 3, 2), 1.0)
+
+
+@refused("a scatter of only some of the rows")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.src, x, -1, hits(s, 3, 1), rows(s, 4, 1))
+
+
+@refused("full-vocabulary values are written at columns")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter_add.default, x, -1, hits(s, 3, VOCAB), exponential(s, x))
+
+
+@refused("some of the rows are written by index")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.index_put.default, x, [iota(s, 2), hits(s, 2)], number(s, 1.0))
+
+
+# ---------------------------------------------------------------- what begins a value
+
+
+@refused("a constant of another type")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.full_like.default, zero_mask(s, x), 1)
+
+
+short("the logits are repeated", aten.expand.default, [2, 3, VOCAB])
+
+
+# ---------------------------------------------------------------- rows
+
+short("a part of the vocabulary is taken", aten.slice.Tensor, 1, 0, 2)
+short("rows are padded", aten.constant_pad_nd.default, [0, 0, 1, 0], 0.0)
+short("one column of the vocabulary is taken", aten.select.int, 1, -1)
+short("a reshape splits or joins the vocabulary dimension", aten.view.default, [3 * VOCAB])
+
+
+@refused("rows of a full-vocabulary mask are moved")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.slice.Tensor, zero_mask(s, x), 0, 0, 1)
+
+
+@refused("a full-vocabulary mask is reshaped")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.view.default, zero_mask(s, x), [1, 3, VOCAB])
+
+
+@refused("full-vocabulary rows meet a value that no logits are in")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.cat.default, [x, rows(s, 3, 2)], 1)
+
+
+@refused("a part of the vocabulary is written")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.slice_scatter.default, x, other(s), 1, 0, VOCAB, 2)
+
+
+@refused("parts of the vocabulary are joined")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.cat.default, [x, other(s)], 1)
+
+
+@refused("values that are not the pieces of one value are joined")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.cat.default, [x, other(s)], 0)
+
+
+def halves(s: Scratch, x: Node) -> list[Node]:
+    return [s.call(aten.slice.Tensor, x, 0, *bounds) for bounds in ((0, 1), (1, 3))]
+
+
+@refused("pieces are joined in another order than they were taken")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.cat.default, halves(s, x)[::-1], 0)
+
+
+@refused("pieces that are not all of a value are joined")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.cat.default, halves(s, x)[:1], 0)
+
+
+@refused("rows are written to another place than they came from")
+def _(s: Scratch, x: Node) -> None:
+    zeros = s.call(aten.full.default, [3, VOCAB], 0.0, dtype=torch.float32, device="cpu")
+    s.call(aten.slice_scatter.default, zeros, halves(s, x)[0], 0, 1, 2)
+
+
+# ---------------------------------------------------------------- the checks
+
+
+@pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
+def test_refused_in_these_words(text: str, provoke: Provoke) -> None:
+    s = Scratch(torch.float32)
+    provoke(s, s.input("logits", (3, VOCAB)))
+    last = list(s.graph.nodes)[-1]
+    walked = s.walk(last)
+    assert walked.refused.get(last) == text
+    walked.check()
+
+
+@pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
+def test_graph_stays_as_it_was(text: str, provoke: Provoke) -> None:
+    s = Scratch(torch.float32)
+    x = s.input("logits", (3, VOCAB))
+    provoke(s, x)
+    s.graph.output((list(s.graph.nodes)[-1],))
+    before = described(s)
+    outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
+    assert outcome.fused == ()
+    assert described(s) == before
+
+
+def test_indexed_by_a_mask() -> None:
+    """What is picked has as many elements as the mask has hits: a graph for dynamic sizes only."""
+    s = Scratch(torch.float32, dynamic=True)
+    x = s.input("logits", (3, VOCAB))
+    mask = s.call(aten.isnan.default, x)
+    picked = s.call(aten.index.Tensor, hits(s, 3, VOCAB), [mask])
+    walked = s.walk(picked)
+    assert walked.refused[picked] == "a value is indexed with full-vocabulary values"
+
+
+# Texts that no graph can provoke: torch itself refuses what they speak of before the pass is asked.
+UNREACHABLE: set[str] = {"an index of another rank than the logits"}
+
+
+def test_every_text_is_asserted() -> None:
+    """A text is asserted where a string of the tests is a part of it, or all of it with its gaps filled."""
+    asserted = [literal for path in _TESTS.rglob("*.py") for literal in literals(path)]
+    missing = [
+        f"{path.relative_to(_SOURCE)}:{line}: {text}"
+        for path in sorted(_SOURCE.rglob("*.py"))
+        for line, text in texts(path)
+        if text not in UNREACHABLE and not any(_asserts(each, text) for each in asserted)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+_SOURCE = Path(fx_passes.__file__).parent
+_TESTS = Path(__file__).parent.parent
+_GAP = "\0"
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Reasons in a file: strings of three words or more that are no docstring, note of an Enum or assertion."""
+    tree = ast.parse(path.read_text())
+    skipped = {id(n) for node in ast.walk(tree) for n in _no_reasons(node)}
+    for node in ast.walk(tree):
+        text = None if id(node) in skipped else _text(node)
+        if text and text.count(" ") >= 2 and not text.startswith(("Callable[", "Sequence[")):
+            yield node.lineno, text  # type: ignore[attr-defined]
+
+
+def _no_reasons(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Expr):  # docstrings
+        yield node.value
+    elif isinstance(node, ast.ClassDef) and any(_name(b).endswith("Enum") for b in node.bases):
+        yield from ast.walk(node)
+    elif isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and _is_error(node)):
+        yield from ast.walk(node)
+    elif isinstance(node, ast.JoinedStr):
+        yield from node.values
+
+
+def _is_error(node: ast.Raise) -> bool:
+    return isinstance(node.exc, ast.Call) and _name(node.exc.func).endswith("Error")
+
+
+def _name(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(p.value if isinstance(p, ast.Constant) else _GAP for p in node.values)  # type: ignore[misc]
+    return None
+
+
+def literals(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    skipped = {id(n) for node in ast.walk(tree) for n in _no_reasons(node) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = None if id(node) in skipped else _text(node)
+        if text and len(text) >= 8 and text not in UNREACHABLE:
+            yield text
+
+
+def _asserts(literal: str, text: str) -> bool:
+    parts = text.split(_GAP)
+    if any(literal in part for part in parts) and literal.count(" ") >= 1:
+        return True
+    return bool(re.fullmatch(".+".join(map(re.escape, parts)), literal, re.DOTALL))
+
+
+def described(s: Scratch) -> list[str]:
+    return [node.format_node() or str(node) for node in s.graph.nodes]
