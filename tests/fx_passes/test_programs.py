@@ -1,0 +1,157 @@
+"""Programs made up from plain torch, compiled and judged: some in every run, thousands by `make fuzz`.
+
+The counts that a run prints are those of `program_judge.Counts`; a failure prints its smallest program as a script.
+"""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Node
+
+from fx_passes import rules
+from tests.support import harness, ranks
+from tests.support.program_inputs import NAMES
+from tests.support.program_judge import Counts, Judge, Verdict
+from tests.support.program_parts import PARTS
+from tests.support.programs import Program, _Drawing, draw_spec, generate, programs, script
+from tests.support.reduce import smallest
+
+BATCHES, PER_BATCH = 12, 18  # 0.3 s each: batches that workers can share
+MANY = 1_000_000  # where the seeds of `make fuzz` start
+
+
+def _run(start: int, count: int, **how: Any) -> Counts:
+    judge, counts = Judge(**how), Counts()
+    for seed, program in programs(start, count):
+        counts.add(seed, program, judge.judge(program))
+    print(how, counts)
+    return counts
+
+
+def _assert_none(counts: Counts, **how: Any) -> None:
+    """Reduce the first few failures; the message has a script for each."""
+    if not counts.failures:
+        return
+    judge, told = Judge(**how), []
+    for seed, program, verdict in counts.failures[:3]:
+        least = smallest(program, _fails_like(judge, verdict))
+        told.append(script(least, f"seed {seed}: {judge.judge(least).detail}", **how))
+    seeds = [seed for seed, _, _ in counts.failures]
+    pytest.fail("\n".join([f"{counts}; seeds {seeds}", *told]), pytrace=False)
+
+
+def _fails_like(judge: Judge, verdict: Verdict) -> Any:
+    return lambda program: judge.judge(program).kind == verdict.kind
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_programs(batch: int) -> None:
+    counts = _run(batch * PER_BATCH, PER_BATCH)
+    _assert_none(counts)
+    assert counts.kinds["fused"] >= PER_BATCH // 4, f"{counts}: too few are ours to say anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "count", "how"),
+    [
+        *((batch, 500, {}) for batch in range(20)),
+        *((20 + batch, 50, {"inner": "inductor"}) for batch in range(6)),
+        (26, 500, {"dynamic": True}),
+        (27, 500, {"consume_logits": True}),
+        (28, 500, {"save": "softmax"}),
+    ],
+    ids=str,
+)
+def test_thousands_of_programs(batch: int, count: int, how: dict[str, Any]) -> None:
+    _assert_none(_run(MANY + 1000 * batch, count, **how), **how)
+
+
+def _on_rank(rank: int, some: list[tuple[int, Program]]) -> list[Verdict]:
+    judge = Judge(ranks=2, shard=rank)
+    return [judge.judge(program) for _, program in some]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(10))
+def test_programs_over_two_ranks(batch: int) -> None:
+    """Each rank has its own logits; the ranks reduce values of the rows."""
+    harness.world()
+    some = []
+    seed = MANY + 100 * batch
+    while len(some) < 10:
+        program = generate(seed := seed + 1, collectives=True)
+        judges = [Judge(shard=shard) for shard in range(2)]
+        if all(judge.judge(program).kind != "discarded" for judge in judges):
+            some.append(
+                (seed, program)
+            )  # eager code that raises on one rank would leave the other one waiting
+    counts = Counts()
+    verdicts = ranks.on_ranks(2, _on_rank, some)
+    for found in verdicts:
+        assert not isinstance(found, Exception), f"{[seed for seed, _ in some]}: {found}"
+        for (seed, program), verdict in zip(some, found, strict=True):
+            counts.add(seed, program, verdict)
+    print(counts)
+    told = [
+        f"{seed}: {verdict.detail}\n{p.spec}\n{p.source}" for seed, p, verdict in counts.failures
+    ]
+    assert not told, "\n".join(told)
+
+
+def test_a_seed_is_a_program() -> None:
+    assert generate(7) == generate(7)
+    assert generate(7) != generate(8)
+
+
+def test_every_text_can_be_drawn() -> None:
+    """A text that never works on any tensors says nothing."""
+    drawings = [
+        _Drawing(random.Random(seed), draw_spec(random.Random(seed)), True) for seed in range(40)
+    ]
+    harness.world()
+    for drawing in drawings:
+        for _ in range(6):
+            drawing.statement()
+    never = {
+        text
+        for kind, families in PARTS.items()
+        for texts in families.values()
+        for text in texts
+        if not any(_works(drawing, kind, text) for drawing in drawings for _ in range(3))
+    }
+    assert not never
+
+
+def _works(drawing: _Drawing, kind: str, text: str) -> bool:
+    filled = drawing.filled(text)
+    if filled is None:
+        return False
+    made = (
+        filled.strip().replace("{out}", "made") if filled.startswith("\n") else f"made = {filled}"
+    )
+    return drawing.run(made, {} if kind == "w" else {"made": "r" if kind == "d" else kind})
+
+
+def test_a_fault_is_found_and_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that forgets a sign is found within some programs, and two operators are left of the program."""
+
+    def forgets(w: object, node: Node, form: object) -> object:
+        return form
+
+    monkeypatch.setitem(rules.RULES, torch.ops.aten.neg.default, forgets)
+    judge = Judge()
+    for _, program in programs(0, 60):
+        if "-(" not in program.source and "entropy" not in program.source:
+            continue
+        if judge.judge(program).kind == "mismatch":
+            break
+    else:
+        pytest.fail("the fault was not found")
+    least = smallest(program, lambda p: judge.judge(p).kind == "mismatch")
+    assert len(least.statements) <= 2
+    assert len(least.source) < len(program.source)
+    assert set(re.findall(r"\b[a-z]+\b", least.source)) & set(NAMES)

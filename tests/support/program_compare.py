@@ -1,0 +1,73 @@
+"""Whether a tensor is as good as eager code's: special values first, then every row within eager's own error.
+
+Entry point: `compare`. Beside `harness.no_worse_than_eager`, which judges many draws of one program by their RMSE, this
+one judges one draw of thousands of programs: rows one by one, so that a row of large numbers hides no small one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FACTOR = 4  # on eager's largest error: one of thousands of samples is beyond 2 by luck
+BETWEEN = {
+    2: 4.0,
+    4: 50.0,
+    8: 50.0,
+}  # by itemsize: how large values on the way may be, whose rounding stays
+
+
+def compare(got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Tensor) -> str:
+    """The first difference that counts, or nothing.
+
+    Args:
+        got: what was compiled.
+        plain: eager code in the same dtype; where a number is special, `got` is what this is, or what the truth is.
+        true: the same in float64.
+        usual: eager's largest error in any draw of this tensor; it counts where the magnitudes are alike.
+        allowed: where a number may be finite that is not in eager code.
+    """
+    if not got.dtype.is_floating_point:
+        same = got == plain
+        return "" if same.all() else f"{got[~same][0]} where eager has {plain[~same][0]}"
+    rounded = true.to(got.dtype).double()  # what the truth is in this dtype
+    dtype, got, plain, true = got.dtype, got.double(), plain.double(), true.double()
+    fine = _alike(got, plain) | _alike(got, rounded)
+    fine |= got.isfinite() & ~plain.isfinite() & allowed
+    if not fine.all():
+        return (
+            f"{got[~fine][0]} where eager has {plain[~fine][0]} and the truth is {true[~fine][0]}"
+        )
+    rows = [t.reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (got, plain, true)]
+    finite = true[true.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return next(
+        filter(None, (_row(*row, usual, largest, dtype) for row in zip(*rows, strict=True))), ""
+    )
+
+
+def _alike(a: Tensor, b: Tensor) -> Tensor:
+    """The same kind of number: finite, NaN, or the same infinity."""
+    return (a.isfinite() & b.isfinite()) | (a.isnan() & b.isnan()) | (a == b)
+
+
+def _row(
+    got: Tensor, plain: Tensor, true: Tensor, usual: float, largest: float, dtype: torch.dtype
+) -> str:
+    both = got.isfinite() & true.isfinite()
+    if not both.any():
+        return ""
+    known = both & plain.isfinite()
+    own = float((plain - true)[known].abs().max()) if known.any() else 0.0
+    magnitude = float(true[both].abs().max())
+    info = torch.finfo(dtype)
+    budget = FACTOR * max(own, usual if magnitude >= 1e-3 * largest else 0.0)
+    budget += info.eps * (8 * magnitude + FACTOR * max(1.0, min(largest, BETWEEN[dtype.itemsize])))
+    error = (got - true)[both].abs()
+    worst = int(error.argmax())
+    if error[worst] <= budget:
+        return ""
+    return (
+        f"{got[both][worst]:.9g} where eager has {plain[both][worst]:.9g} and the truth is "
+        f"{true[both][worst]:.9g} (error {error[worst]:.2e}, budget {budget:.2e})"
+    )

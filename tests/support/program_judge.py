@@ -1,0 +1,313 @@
+"""Is what was compiled as right as eager code? The verdict on one program.
+
+Entry point: `Judge(...).judge(program) -> Verdict`. Eager code in the same dtype gives special values and the size of
+an honest error, the same program in float64 the truth, `aot_eager_decomp_partition` (or inductor) the faults that are
+torch's own. Compared are outputs and their dtypes, gradients for upstream gradients of several kinds, and what is
+visible in the given x and y after forward and after backward.
+
+One deviation is allowed: what is not finite in eager code because of a logit of -inf, or of an exponential that is
+larger than the dtype, may be finite. What a NaN or a +inf in the logits makes of a value has to stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+import slime_compile
+from tests.support import harness
+from tests.support.program_compare import compare
+from tests.support.program_inputs import Inputs, Shape, Spec, in_float64, make
+from tests.support.programs import Program
+
+MIN_VOCAB = 5
+DRAWS = 2  # of the tensors, all through the same compiled code
+NOT_A_NUMBER = {"one NaN", "one +inf"}
+MORE_DRAWS = 6  # of eager code alone, for the size of its error
+JUMPS = re.compile(
+    r"[<>]|==|!=|arg|max|min|clamp|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|indices|uint8|int32"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: "equal"; "mismatch" or "raises": a failure of ours; "torch": plain torch fails on it too; "discarded":
+            eager code raises, or what it computes depends on how it rounds.
+        fused: number of fused operators.
+        detail: the first difference, the error.
+        rejections: the reasons of what was refused.
+    """
+
+    kind: str
+    fused: int = 0
+    detail: str = ""
+    rejections: tuple[str, ...] = ()
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind in ("mismatch", "raises")
+
+
+@dataclass
+class Counts:
+    """Verdicts of many programs."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[int, Program, Verdict]] = field(default_factory=list)
+
+    def add(self, seed: int, program: Program, verdict: Verdict) -> None:
+        self.kinds["programs"] += 1
+        self.kinds[verdict.kind] += 1
+        self.kinds["fused"] += verdict.fused > 0
+        self.kinds["refused"] += not verdict.fused and bool(verdict.rejections)
+        if verdict.is_failure:
+            self.failures.append((seed, program, verdict))
+
+    def __str__(self) -> str:
+        named = (
+            "programs",
+            "fused",
+            "equal",
+            "refused",
+            "torch",
+            "discarded",
+            "mismatch",
+            "raises",
+        )
+        words = {"torch": "failed in plain torch too"}
+        return ", ".join(f"{words.get(k, k)} {self.kinds[k]}" for k in named)
+
+
+@dataclass
+class _Run:
+    """Outputs, gradients, and x and y after forward and after backward."""
+
+    outputs: list[Tensor]
+    needs: list[Tensor]  # whether each output requires a gradient
+    gradients: list[Tensor]
+    after_forward: list[Tensor]
+    after_backward: list[Tensor]
+
+    def values(self) -> dict[str, Tensor]:
+        return {
+            f"{what} {at}": value
+            for what in ("outputs", "needs", "gradients", "after_forward", "after_backward")
+            for at, value in enumerate(getattr(self, what))
+        }
+
+
+@dataclass
+class _Eager:
+    """What eager code says of each draw: in the dtype, in float64, with plain rows for those of NaN and +inf."""
+
+    runs: list[_Run]
+    truth: list[_Run]
+    clean: list[_Run]
+    errors: list[dict[str, float]]
+
+    def difference(self, at: int, ours: _Run) -> str:
+        """The first difference in draw `at` that is more than eager's own, or nothing."""
+        got, plain, true = ours.values(), self.runs[at].values(), self.truth[at].values()
+        if got.keys() != plain.keys():
+            return f"{sorted(got.keys() ^ plain.keys())} are of one only"
+        for name, value in got.items():
+            eager, clean = plain[name], self.clean[at].values()[name]
+            if value.shape != eager.shape or value.dtype != eager.dtype:
+                return f"{name}: {value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
+            usual = max(each[name] for each in self.errors)
+            found = compare(value, eager, true[name], usual, ~clean.isfinite())
+            if found:
+                return f"{name}: {found}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How programs are compiled.
+
+    Attributes:
+        inner, save, consume_logits: options of the backend.
+        dynamic: compile for any sizes; every second draw has a row more.
+        ranks, shard: how many ranks judge the program together, and which one's x and y these are.
+    """
+
+    inner: str = "aot_eager"
+    save: str = "logits"
+    consume_logits: bool = False
+    dynamic: bool = False
+    ranks: int = 1
+    shard: int = 0
+
+    def judge(self, program: Program) -> Verdict:
+        logging.disable(logging.ERROR)  # torch tells of every program that it fails on
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return self._judge(program)
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def _judge(self, program: Program) -> Verdict:
+        fn = program.function()
+        try:
+            eager = self.eager(fn, program.spec)
+        except Exception as error:
+            return Verdict("discarded", detail=_short(error))
+        options = harness.OPTIONS | {"min_vocab": MIN_VOCAB, "inner": self.inner}
+        options |= {"save": self.save, "consume_logits": self.consume_logits}
+        earlier = len(slime_compile.reports())
+        kind, detail = self.compared(program, fn, eager, backend="slime_fused", options=options)
+        report = harness.merged(slime_compile.reports()[earlier:])
+        reasons = tuple(dict.fromkeys(r["reason"] for r in report["rejections"]))
+        together = self.together(kind)
+        if together != "equal":
+            plain = "inductor" if self.inner == "inductor" else harness.PLAIN
+            without_us = self.compared(program, fn, eager, backend=plain)[0]
+            jumps = together == "mismatch" and self.jumps(program, fn, eager.truth)
+            if kind != "equal":
+                kind = "torch" if without_us != "equal" else "discarded" if jumps else kind
+        return Verdict(kind, report["fused"], detail, reasons)
+
+    def together(self, kind: str) -> str:
+        """The worst kind of any rank: what follows has collectives that all of them run, or none."""
+        if self.ranks == 1:
+            return kind
+        kinds = [kind] * self.ranks
+        dist.all_gather_object(kinds, kind)
+        return next((each for each in kinds if each != "equal"), "equal")
+
+    def eager(self, fn: Callable[..., Any], spec: Spec) -> _Eager:
+        inputs = self.inputs(spec)
+        truth = [self.true(fn, spec, each) for each in inputs]
+        runs = [self.run(fn, each) for each in inputs]
+        clean = runs
+        if NOT_A_NUMBER & set(spec.rows):
+            rows = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
+            clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=rows))[:DRAWS]]
+        return _Eager(runs, truth, clean, self.errors(fn, spec, runs, truth))
+
+    def errors(
+        self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
+    ) -> list[dict[str, float]]:
+        """Eager's errors in each draw; float64 is the truth itself, so that float32 speaks for it."""
+        errors = [_errors(e, t) for e, t in zip(eager, truth, strict=True)]
+        if spec.dtype != "float64":
+            return errors
+        visible = replace(spec, dtype="float32", row_dtype="float32")
+        units = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        for each in self.inputs(visible):
+            true = self.true(fn, visible, each)
+            found = _errors(self.run(fn, each), true)
+            errors.append({name: units * error for name, error in found.items()})
+        return errors
+
+    def inputs(self, spec: Spec) -> list[Inputs]:
+        def lead(seed: int) -> Shape:
+            longer = spec.lead[0] + seed % 2 * self.dynamic
+            return (longer, *spec.lead[1:])
+
+        return [make(spec, seed, lead(seed), self.shard) for seed in range(DRAWS + MORE_DRAWS)]
+
+    def true(self, fn: Callable[..., Any], spec: Spec, inputs: Inputs) -> _Run:
+        with harness.in_float64():
+            return self.run(fn, in_float64(inputs, spec))
+
+    def run(self, fn: Callable[..., Any], inputs: Inputs) -> _Run:
+        """Call on tensors of its own: the program may write over them."""
+        given, leaves = inputs.arguments, inputs.leaves
+        outputs = list(fn(*given))
+        after_forward = [v.detach().clone() for v in given[:2]]
+        chosen = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        gradients = _gradients(chosen, leaves) if chosen and leaves else []
+        after_backward = [] if self.consume_logits else [v.detach().clone() for v in given[:2]]
+        needs = [torch.tensor(o.requires_grad) for o in outputs]
+        return _Run([o.detach() for o in outputs], needs, gradients, after_forward, after_backward)
+
+    def compared(
+        self, program: Program, fn: Callable[..., Any], eager: _Eager, **how: Any
+    ) -> tuple[str, str]:
+        """Compile and compare: a verdict's kind and detail."""
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, dynamic=self.dynamic or None, **how)
+        inputs = self.inputs(program.spec)[:DRAWS]
+        try:
+            runs = [self.run(compiled, each) for each in inputs]
+        except Exception as error:
+            return "raises", _short(error)
+        for at, run in enumerate(runs):
+            difference = eager.difference(at, run)
+            if difference:
+                return "mismatch", f"draw {at}, {difference}"
+        return "equal", ""
+
+    def jumps(self, program: Program, fn: Callable[..., Any], truth: list[_Run]) -> bool:
+        """Whether the truth itself moves by more than a thousand roundings where its inputs move by one."""
+        if not JUMPS.search(program.source):
+            return False
+        eps = torch.finfo(getattr(torch, program.spec.dtype)).eps
+        for at, each in enumerate(self.inputs(program.spec)[:DRAWS]):
+            with torch.no_grad():
+                for value in each.leaves:
+                    value.mul_(1 + eps * (torch.rand(value.shape) - 0.5))
+            moved = self.true(fn, program.spec, each)
+            pairs = zip(moved.values().values(), truth[at].values().values(), strict=True)
+            for a, b in ((a.double(), b.double()) for a, b in pairs):
+                both = a.isfinite() & b.isfinite()
+                if (a.isfinite() != b.isfinite()).any():
+                    return True
+                if both.any() and (a - b)[both].abs().max() > 1000 * eps * b[both].abs().max():
+                    return True
+        return False
+
+
+def _short(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    told = lines[1] if lines[0].endswith("raised:") and len(lines) > 1 else lines[0]
+    return f"{type(error).__name__}: {told[:300]}"
+
+
+def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Upstream gradients by turns: noise, noise with zeros, one number expanded over all."""
+    rng = random.Random(len(outputs))
+    upstream = []
+    for at, output in enumerate(outputs):
+        draw = torch.Generator().manual_seed(at)
+        noise = torch.randn(output.shape, generator=draw, dtype=torch.float32)
+        kind = rng.randrange(3)
+        if kind == 1:
+            noise = noise * (torch.rand(output.shape, generator=draw) < 0.5)
+        elif kind == 2:
+            noise = torch.full((), 0.75).expand(output.shape)
+        upstream.append(noise.to(output.dtype))
+    grads = Variable._execution_engine.run_backward(  # see harness.gradients
+        tuple(outputs), tuple(upstream), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )  # fmt: skip
+    return [
+        torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)
+    ]
+
+
+def _errors(eager: _Run, truth: _Run) -> dict[str, float]:
+    """Eager's largest finite error in each tensor."""
+    true = truth.values()
+    return {name: _largest(value, true[name]) for name, value in eager.values().items()}
+
+
+def _largest(found: Tensor, true: Tensor) -> float:
+    error = (found.double() - true.double()).abs().flatten()
+    error = error[error.isfinite()]
+    return float(error.max()) if error.numel() else 0.0
