@@ -5,8 +5,9 @@ an honest error, the same program in float64 the truth, `aot_eager_decomp_partit
 torch's own. Compared are outputs and their dtypes, gradients for upstream gradients of several kinds, and what is
 visible in the given x and y after forward and after backward.
 
-One deviation is allowed: what is not finite in eager code because of a logit of -inf, or of an exponential that is
-larger than the dtype, may be finite. What a NaN or a +inf in the logits makes of a value has to stay.
+Two deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
+larger than the dtype, may be finite. A row whose gradient is multiplied with nothing but zeros may have the gradient 0
+where eager code has NaN for it. What else a NaN or a +inf in the logits makes of a value has to stay.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
-JUMPS = re.compile(
-    r"[<>]|==|!=|arg|max|min|clamp|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|indices|uint8|int32"
+JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
+    r"[<>]|==|!=|\b(arg|a?max|a?min|maximum|minimum|clamp|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all"
+    r"|count_nonzero|to\(torch\.u?int|nan_to_num|multi_margin)"
 )
 
 
@@ -129,7 +131,10 @@ class _Eager:
             if value.shape != eager.shape or value.dtype != eager.dtype:
                 return f"{name}: {value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
             usual = max(each[name] for each in self.errors)
-            found = compare(value, eager, true[name], usual, ~clean.isfinite())
+            allowed = ~clean.isfinite()
+            if name.startswith("gradients"):
+                allowed |= (value == 0) & eager.isnan()
+            found = compare(value, eager, true[name], usual, allowed)
             if found:
                 return f"{name}: {found}"
         return ""
