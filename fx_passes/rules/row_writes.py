@@ -66,7 +66,9 @@ def select_scatter(
     size = base.shape[dim]
     index = index + size if index < 0 and isinstance(size, int) else index
     vdim = piece.vdim + (dim <= piece.vdim)
-    if piece.x is None and c.is_vocabulary(size):  # not the rows: a column of as many rows as a vocabulary has
+    if piece.x is None and c.is_vocabulary(
+        size
+    ):  # not the rows: a column of as many rows as a vocabulary has
         raise Refused("a part of the vocabulary is written")
     return write_rows(c, base, piece, ("select", dim, index), shape_of(node), vdim)
 

@@ -49,7 +49,11 @@ class Making:
     # -- choosing ------------------------------------------------------------------------------------
 
     def one(self, *options: Any) -> Any:
-        return options[self._draw(st.integers(0, len(options) - 1))] if len(options) > 1 else options[0]
+        return (
+            options[self._draw(st.integers(0, len(options) - 1))]
+            if len(options) > 1
+            else options[0]
+        )
 
     def some(self, low: int, high: int) -> int:
         return self._draw(st.integers(low, high))
@@ -274,7 +278,9 @@ def columns_equal(m: Making, beside: Node | None = None) -> Node:
     view[at] = shape[at]
     if at != -1 or m.one(False, True):
         counted = m.s.call(aten.view.default, counted, view)
-    index = m.index((*shape[:-1], 1) if m.one(True, True, False) else m.shape_beside(shape), "index")
+    index = m.index(
+        (*shape[:-1], 1) if m.one(True, True, False) else m.shape_beside(shape), "index"
+    )
     given = (counted, index) if m.one(True, False) else (index, counted)
     return m.call(aten.eq.Tensor, *given)
 
@@ -370,11 +376,15 @@ def bmm(m: Making) -> Node:
     flat = m.call(aten.reshape.default, x, [-1, 1, sizes(x)[-1]])
     count = sizes(flat)[0]
     if m.rarely():
-        return m.call(aten.bmm.default, flat, m.s.input("rows", (count, sizes(x)[-1], m.some(1, 2))))
+        return m.call(
+            aten.bmm.default, flat, m.s.input("rows", (count, sizes(x)[-1], m.some(1, 2)))
+        )
     if m.one(False, True):
         turned = m.call(aten.permute.default, flat, [0, 2, 1])
         scalar = m.s.input("rows", (count, 1, 1))
-        return m.call(aten.bmm.default, *((scalar, flat) if m.one(True, False) else (turned, scalar)))
+        return m.call(
+            aten.bmm.default, *((scalar, flat) if m.one(True, False) else (turned, scalar))
+        )
     other = m.call(aten.reshape.default, m.wide(), [-1, 1, sizes(x)[-1]])
     return m.call(aten.bmm.default, flat, m.call(aten.permute.default, other, [0, 2, 1]))
 
@@ -405,7 +415,9 @@ def counted_rows(m: Making, node: Node, shape: Sequence[int]) -> list[Node]:
         count = sizes(rows)[0]
         view = [count] + [1] * (len(shape) - dim - 1)
         if m.rarely() and count == 1:
-            rows = m.s.call(aten.expand.default, m.s.call(aten.view.default, rows, view), list(shape))
+            rows = m.s.call(
+                aten.expand.default, m.s.call(aten.view.default, rows, view), list(shape)
+            )
         elif len(view) > 1:
             rows = m.s.call(aten.view.default, rows, view)
         found.append(rows)
@@ -576,7 +588,15 @@ def transposed(m: Making) -> Node:
 
 def padded(m: Making) -> Node:
     x = m.wide()
-    choices = ([0, 0, 0, -1], [0, 0, -1, 0], [0, 0, -1, -1], [0, 0, 1, 0], [0, -1], [0, 0], [0, 0, 0, 0, -1, 0])
+    choices = (
+        [0, 0, 0, -1],
+        [0, 0, -1, 0],
+        [0, 0, -1, -1],
+        [0, 0, 1, 0],
+        [0, -1],
+        [0, 0],
+        [0, 0, 0, 0, -1, 0],
+    )
     return m.call(aten.constant_pad_nd.default, x, m.one(*choices), 0.0)
 
 
@@ -614,7 +634,12 @@ def base(m: Making, node: Node) -> Node:
 
 def slice_scatter(m: Making) -> Node:
     x = m.wide()
-    where_ = (0 if m.one(True, True, False) else m.some(0, len(sizes(x)) - 1), m.one(*BOUNDS), m.one(*BOUNDS), m.one(1, 1, 1, 2))
+    where_ = (
+        0 if m.one(True, True, False) else m.some(0, len(sizes(x)) - 1),
+        m.one(*BOUNDS),
+        m.one(*BOUNDS),
+        m.one(1, 1, 1, 2),
+    )
     piece = changed(m, m.call(aten.slice.Tensor, x, *where_))
     if m.rarely():
         where_ = (where_[0], m.one(*BOUNDS), m.one(*BOUNDS), m.one(1, 2))
@@ -743,9 +768,7 @@ def row_binary(target: Any) -> Case:
         left = a_row(m)
         right = m.one(a_row(m), a_row(m), m.one(*NUMBERS))
         alpha = (
-            {"alpha": 2.0}
-            if target in (aten.add.Tensor, aten.sub.Tensor) and m.rarely()
-            else {}
+            {"alpha": 2.0} if target in (aten.add.Tensor, aten.sub.Tensor) and m.rarely() else {}
         )
         return m.call(target, left, right, **alpha)
 
@@ -823,7 +846,13 @@ def attempt(m: Making, case: Case) -> None:
         pass
 
 
-USED = (aten.sum.dim_IntList, aten.gather.default, aten.mul.Tensor, aten.amax.default, aten.exp.default)
+USED = (
+    aten.sum.dim_IntList,
+    aten.gather.default,
+    aten.mul.Tensor,
+    aten.amax.default,
+    aten.exp.default,
+)
 """What a value is often used by."""
 
 

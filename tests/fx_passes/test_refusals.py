@@ -109,9 +109,7 @@ def _(s: Scratch, x: Node) -> None:
 def _(s: Scratch, x: Node) -> None:
     total = exponential(s, x)
     for k in range(2, 8):
-        total = s.call(
-            aten.add.Tensor, total, exponential(s, s.call(aten.mul.Tensor, x, float(k)))
-        )
+        total = s.call(aten.add.Tensor, total, exponential(s, s.call(aten.mul.Tensor, x, float(k))))
 
 
 @refused("more than 16 different target columns of the same logits are added")
@@ -468,9 +466,11 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 def _no_reasons(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.Expr):  # docstrings
         yield node.value
-    elif isinstance(node, ast.ClassDef) and any(_name(b).endswith("Enum") for b in node.bases):
-        yield from ast.walk(node)
-    elif isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and _is_error(node)):
+    elif (
+        (isinstance(node, ast.ClassDef) and any(_name(b).endswith("Enum") for b in node.bases))
+        or isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Raise) and _is_error(node))
+    ):
         yield from ast.walk(node)
     elif isinstance(node, ast.JoinedStr):
         yield from node.values
@@ -494,7 +494,9 @@ def _text(node: ast.AST) -> str | None:
 
 def literals(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
-    skipped = {id(n) for node in ast.walk(tree) for n in _no_reasons(node) if isinstance(node, ast.Expr)}
+    skipped = {
+        id(n) for node in ast.walk(tree) for n in _no_reasons(node) if isinstance(node, ast.Expr)
+    }
     for node in ast.walk(tree):
         text = None if id(node) in skipped else _text(node)
         if text and len(text) >= 8 and text not in UNREACHABLE:

@@ -16,7 +16,9 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 ROWS, VOCAB = 768, 8192  # 24 MiB of float32 logits, above the default min_vocab
 LOGITS_BYTES = ROWS * VOCAB * 4
-SCRATCH_BYTES = 4 * 2**20  # of the operators on the CPU with one thread, whatever the size (cpu.py)
+SCRATCH_BYTES = (
+    4 * 2**20
+)  # of the operators on the CPU with one thread, whatever the size (torch_calls.py)
 SMALL = 0.01  # of the logits: what there is per row
 
 

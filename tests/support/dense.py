@@ -115,9 +115,7 @@ def dense_poly(
 # -- forms --------------------------------------------------------------------------------------------
 
 
-def dense(
-    form: Form, values: Values, zero_outside: Container[Node] = ()
-) -> tuple[Tensor, float]:
+def dense(form: Form, values: Values, zero_outside: Container[Node] = ()) -> tuple[Tensor, float]:
     """The form's elements, float64, of the form's shape; and the largest number on the way.
 
     What a coefficient of 0 stands before is not looked at, and an element whose exponent is -inf contributes 0.
@@ -231,5 +229,3 @@ def _guarded(mask: Mask, values: Values, zero_outside: Container[Node]) -> Tenso
         return value.isnan()
     peak = value.amax(form.vdim, keepdim=True)
     return (value >= peak - 1e-9 * (1 + peak.abs())) | (value == peak)
-
-

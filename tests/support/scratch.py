@@ -299,7 +299,14 @@ class Walked:
         return any(_has_infinity(values[each]) for each in (*ancestors([node]), node))
 
     def _compare(
-        self, node: Node, what: str, found: Any, want: Any, free: Tensor, tolerance: float, draw: Draw
+        self,
+        node: Node,
+        what: str,
+        found: Any,
+        want: Any,
+        free: Tensor,
+        tolerance: float,
+        draw: Draw,
     ) -> None:
         if not isinstance(want, torch.Tensor):
             assert found == want, f"{node}: {what} is {found}, the value is {want}"
@@ -439,5 +446,3 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
         whole[..., 1:-1] = tensor
         return whole[..., 1:-1]
     return tensor
-
-

@@ -1,0 +1,506 @@
+// The row operators on the CPU, in one vectorised pass each. native.py builds and loads this file, cpu.py calls it.
+//
+//   row_stats   x [N, V] -> max, log_sum, mean, total [N]              one read of x, one exponential per element
+//   row_grad    x [N, V], coefficients -> out [N, V] (or x itself)     one read, one write, one exponential per term
+//
+// What they compute is in docs/design.md ("The operators") and, in plain torch, in reference.py. T is the compute type:
+// double for double x, else float. A row is worked on in blocks that stay in the first-level cache: where x or out is of
+// another type, or not contiguous along the vocabulary, a block goes through a buffer of T. No result depends on the
+// number of threads, on strides or on whether out is x: blocks and segments are cut by column alone.
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+template <typename T>
+constexpr T INF = std::numeric_limits<T>::infinity();
+template <typename T>
+constexpr T NaN = std::numeric_limits<T>::quiet_NaN();
+
+template <typename T>
+constexpr int64_t BLOCK = 16384 / sizeof(T); // elements; two such buffers fit in 32 KiB
+constexpr int64_t SEGMENT = 32768; // columns of one task: of few long rows, every thread gets a share
+constexpr int64_t TASK = 32768; // elements below which another thread does not pay, as in ATen
+
+// ---- exponential ---------------------------------------------------------------------------------------------------
+
+// Where exp(u) is 0 for u <= LOW<T>, and nothing overflows on the way.
+template <typename T>
+constexpr T LOW = std::is_same_v<T, double> ? T(-1000) : T(-87.33654);
+
+// exp(HIGH<T>) is infinite.
+template <typename T>
+constexpr T HIGH = std::is_same_v<T, double> ? T(1000) : T(88.9);
+
+#if defined(CPU_CAPABILITY_AVX512)
+inline Vec<float> low_bits_as_exponent(Vec<float> t) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23));
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+inline Vec<float> low_bits_as_exponent(Vec<float> t) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
+}
+#else
+inline Vec<float> low_bits_as_exponent(Vec<float> t) {
+  uint32_t bits[Vec<float>::size()];
+  t.store(bits);
+  for (uint32_t& b : bits) b <<= 23;
+  return Vec<float>::loadu(bits);
+}
+#endif
+
+// exp(u) for LOW <= u < 89, NaN for NaN. Within 0.7 units in the last place.
+//
+// exp(u) = 2^(n - 1) * 2 exp(r), where n is u / ln 2 rounded and r = u - n ln 2, |r| <= ln 2 / 2. Adding 1.5 * 2^23 + 126
+// rounds, and leaves n + 126 in the low bits, which become the exponent field of 2^(n - 1): 0 for n = -126, so that LOW
+// gives 0 and no denormal number comes up on the way; infinity for n = 129. ln 2 is taken off in two parts, of which the
+// first has so few bits that what is left (`near`) is exact. exp(r) = 1 + r + r^2 q(r), q of degree 4 and of least
+// relative error (3e-9). What 2 + 2 near loses by rounding goes to the small terms, so that one rounding counts.
+inline Vec<float> exponential(Vec<float> u) {
+  const Vec<float> magic(12582912.0f + 126.0f), log2e(1.44269504f), two(2.0f);
+  const Vec<float> t = at::vec::fmadd(u, log2e, magic), n = t - magic;
+  const Vec<float> near = at::vec::fmadd(n, Vec<float>(-0.693359375f), u);
+  const Vec<float> r = at::vec::fmadd(n, Vec<float>(0x1.bd0106p-13f), near);
+  Vec<float> q(0x1.6a23d0p-9f); // 2 q
+  q = at::vec::fmadd(q, r, Vec<float>(0x1.123a20p-6f));
+  q = at::vec::fmadd(q, r, Vec<float>(0x1.5558f2p-4f));
+  q = at::vec::fmadd(q, r, Vec<float>(0x1.555492p-2f));
+  q = at::vec::fmadd(q, r, Vec<float>(0x1.fffffcp-1f));
+  const Vec<float> large = at::vec::fmadd(near, two, two), lost = at::vec::fmsub(near, two, large - two);
+  const Vec<float> small = at::vec::fmadd(r * r, q, at::vec::fmadd(n, Vec<float>(0x1.bd0106p-12f), lost));
+  return (large + small) * low_bits_as_exponent(t);
+}
+
+inline Vec<double> exponential(Vec<double> u) {
+  return u.exp();
+}
+
+// ---- rows, blocks --------------------------------------------------------------------------------------------------
+
+enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
+
+// A tensor [..., V] of any strides, in elements.
+struct Rows {
+  char* data;
+  int64_t type, item, dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+
+  Rows(void* pointer, int64_t type, int64_t dims, const int64_t* sizes, const int64_t* strides)
+      : data(static_cast<char*>(pointer)), type(type),
+        item(type == DOUBLE ? 8 : type == FLOAT ? 4 : 2), dims(dims), sizes(sizes), strides(strides) {}
+
+  int64_t step() const { return strides[dims - 1]; }
+
+  char* at(int64_t row, int64_t column) const {
+    int64_t offset = column * step();
+    for (int64_t d = dims - 2; d >= 0; row /= sizes[d--]) offset += row % sizes[d] * strides[d];
+    return data + offset * item;
+  }
+
+  template <typename T>
+  bool direct() const {
+    return step() == 1 && type == (std::is_same_v<T, double> ? DOUBLE : FLOAT);
+  }
+};
+
+template <typename X, typename T>
+void load(const char* data, int64_t step, int64_t n, T* to) {
+  const X* x = reinterpret_cast<const X*>(data);
+  int64_t i = 0;
+  if constexpr (at::vec::is_reduced_floating_point_v<X>) {
+    for (; step == 1 && i + Vec<X>::size() <= n; i += Vec<X>::size()) {
+      auto [low, high] = at::vec::convert_to_float<X>(Vec<X>::loadu(x + i));
+      low.store(to + i);
+      high.store(to + i + Vec<float>::size());
+    }
+  }
+  for (; i < n; ++i) to[i] = static_cast<T>(x[i * step]);
+}
+
+template <typename X, typename T>
+void store(const T* from, char* data, int64_t step, int64_t n) {
+  X* x = reinterpret_cast<X*>(data);
+  int64_t i = 0;
+  if constexpr (at::vec::is_reduced_floating_point_v<X> && std::is_same_v<T, float>) {
+    for (; step == 1 && i + Vec<X>::size() <= n; i += Vec<X>::size()) {
+      auto low = Vec<float>::loadu(from + i), high = Vec<float>::loadu(from + i + Vec<float>::size());
+      at::vec::convert_from_float<X>(low, high).store(x + i);
+    }
+  }
+  for (; i < n; ++i) x[i * step] = static_cast<X>(from[i]);
+}
+
+template <typename T>
+void load(const Rows& x, const char* data, int64_t n, T* to) {
+  switch (x.type) {
+    case FLOAT: return load<float>(data, x.step(), n, to);
+    case DOUBLE: return load<double>(data, x.step(), n, to);
+    case BFLOAT16: return load<at::BFloat16>(data, x.step(), n, to);
+    default: return load<at::Half>(data, x.step(), n, to);
+  }
+}
+
+template <typename T>
+void store(const T* from, const Rows& x, char* data, int64_t n) {
+  switch (x.type) {
+    case FLOAT: return store<float>(from, data, x.step(), n);
+    case DOUBLE: return store<double>(from, data, x.step(), n);
+    case BFLOAT16: return store<at::BFloat16>(from, data, x.step(), n);
+    default: return store<at::Half>(from, data, x.step(), n);
+  }
+}
+
+// Calls task(row, begin, end) for every segment [begin, end) of every row, in torch's threads.
+template <typename Task>
+void for_each_segment(int64_t rows, int64_t vocab, const Task& task) {
+  const int64_t parts = at::divup(vocab, SEGMENT), length = std::min(vocab, SEGMENT);
+  at::parallel_for(0, rows * parts, at::divup(TASK, length), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t begin = i % parts * SEGMENT;
+      task(i / parts, begin, std::min(vocab, begin + SEGMENT));
+    }
+  });
+}
+
+// ---- row_stats -----------------------------------------------------------------------------------------------------
+
+// What is known of some elements y of a row, relative to anchor = top, or 0 where top is -inf:
+//   mass = sum exp(y - anchor)    first = sum exp(y - anchor) (y - anchor)    spread = sum (y - anchor)
+// top drops NaN; mass is NaN where an element is NaN or +inf, and nowhere else.
+struct Sums {
+  double top = -INF<double>, mass = 0, first = 0, spread = 0, count = 0;
+
+  double anchor() const { return top == -INF<double> ? 0.0 : top; }
+
+  // The same with respect to a top that is no smaller; step = old anchor - new anchor changes every difference by it.
+  void raise(double to) {
+    if (to == top) return;
+    Sums raised = *this;
+    raised.top = to;
+    const double step = anchor() - raised.anchor(), decay = top == -INF<double> ? 0.0 : std::exp(step);
+    first = decay == 0 ? mass * 0 : decay * (first + mass * step);
+    mass *= decay;
+    spread += count * step;
+    top = to;
+  }
+
+  void add(Sums other) {
+    const double to = std::max(top, other.top);
+    raise(to);
+    other.raise(to);
+    mass += other.mass;
+    first += other.first;
+    spread += other.spread;
+    count += other.count;
+  }
+};
+
+constexpr int AHEAD = 4; // independent sums, so that an addition need not wait for the one before
+
+// In double: where few elements make up the sum, these are its largest roundings.
+template <typename T>
+double sum_of(const Vec<T> (&parts)[AHEAD]) {
+  constexpr int64_t W = Vec<T>::size();
+  T lanes[AHEAD * W];
+  for (int k = 0; k < AHEAD; ++k) parts[k].store(lanes + k * W);
+  double sums[AHEAD] = {};
+  for (int64_t i = 0; i < W; ++i)
+    for (int k = 0; k < AHEAD; ++k) sums[k] += lanes[k * W + i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+template <typename T>
+T top_of(const T* x, int64_t n, T rate) {
+  constexpr int64_t W = Vec<T>::size();
+  const Vec<T> scale(rate);
+  Vec<T> top[AHEAD];
+  for (Vec<T>& t : top) t = Vec<T>(-INF<T>);
+  int64_t i = 0;
+  for (; i + AHEAD * W <= n; i += AHEAD * W)
+    for (int k = 0; k < AHEAD; ++k) top[k] = at::vec::clamp_min(Vec<T>::loadu(x + i + k * W) * scale, top[k]);
+  for (; i < n; i += W) {
+    const int64_t here = std::min(W, n - i);
+    const Vec<T> y = Vec<T>::loadu(x + i, here) * scale;
+    top[0] = at::vec::clamp_min(Vec<T>::set(Vec<T>(-INF<T>), y, here), top[0]);
+  }
+  T lanes[AHEAD * W], highest = -INF<T>;
+  for (int k = 0; k < AHEAD; ++k) top[k].store(lanes + k * W);
+  for (T lane : lanes) highest = lane > highest ? lane : highest;
+  return highest;
+}
+
+template <typename T, bool MEAN, bool TOTAL>
+Sums block_sums(const T* x, int64_t n, T rate) {
+  constexpr int64_t W = Vec<T>::size();
+  Sums sums;
+  const T top = top_of(x, n, rate);
+  sums.top = top;
+  sums.count = n;
+  const Vec<T> scale(rate), anchor(static_cast<T>(sums.anchor())), low(LOW<T>), none(0);
+  Vec<T> mass[AHEAD], first[AHEAD], spread[AHEAD];
+  for (int k = 0; k < AHEAD; ++k) mass[k] = first[k] = spread[k] = none;
+  int64_t i = 0;
+  for (; i + AHEAD * W <= n; i += AHEAD * W) {
+    for (int k = 0; k < AHEAD; ++k) {
+      const Vec<T> d = Vec<T>::loadu(x + i + k * W) * scale - anchor;
+      const Vec<T> held = at::vec::clamp_min(d, low), e = exponential(held);
+      mass[k] = mass[k] + e;
+      if constexpr (MEAN) first[k] = at::vec::fmadd(e, held, first[k]);
+      if constexpr (TOTAL) spread[k] = spread[k] + d;
+    }
+  }
+  for (; i < n; i += W) {
+    const int64_t here = std::min(W, n - i);
+    const Vec<T> d = Vec<T>::set(none, Vec<T>::loadu(x + i, here) * scale - anchor, here);
+    const Vec<T> held = at::vec::clamp_min(d, low), e = Vec<T>::set(none, exponential(held), here);
+    mass[0] = mass[0] + e;
+    if constexpr (MEAN) first[0] = at::vec::fmadd(e, held, first[0]);
+    if constexpr (TOTAL) spread[0] = spread[0] + d;
+  }
+  sums.mass = sum_of(mass);
+  if constexpr (MEAN) sums.first = sum_of(first);
+  if constexpr (TOTAL) sums.spread = sum_of(spread);
+  return sums;
+}
+
+template <typename T>
+Sums segment_sums(const Rows& x, int64_t row, int64_t begin, int64_t end, T rate, bool mean, bool total) {
+  alignas(64) T buffer[BLOCK<T>];
+  Sums sums;
+  if (rate == 0) { // a row of zeros, whatever x is
+    sums.top = 0;
+    sums.mass = sums.count = static_cast<double>(end - begin);
+    return sums;
+  }
+  const auto block = total ? block_sums<T, true, true> : mean ? block_sums<T, true, false> : block_sums<T, false, false>;
+  for (int64_t column = begin; column < end; column += BLOCK<T>) {
+    const int64_t n = std::min(BLOCK<T>, end - column);
+    const char* data = x.at(row, column);
+    if (!x.direct<T>()) load(x, data, n, buffer);
+    sums.add(block(x.direct<T>() ? reinterpret_cast<const T*>(data) : buffer, n, rate));
+  }
+  return sums;
+}
+
+// Of a row with NaN or +inf: which of the two.
+template <typename T>
+T maximum_of_bad_row(const Rows& x, int64_t row, int64_t vocab, T rate) {
+  T buffer[BLOCK<T>];
+  for (int64_t column = 0; column < vocab; column += BLOCK<T>) {
+    const int64_t n = std::min(BLOCK<T>, vocab - column);
+    load(x, x.at(row, column), n, buffer);
+    for (int64_t i = 0; i < n; ++i)
+      if (std::isnan(buffer[i] * rate)) return NaN<T>;
+  }
+  return INF<T>;
+}
+
+template <typename T>
+struct Stats {
+  T *top, *log_sum, *mean, *total; // [N] each; mean and total null where not wanted
+};
+
+template <typename T>
+void finish(const Sums& sums, int64_t row, const Stats<T>& out) {
+  const bool bad = std::isnan(sums.mass), empty = !bad && sums.top == -INF<double>;
+  out.top[row] = static_cast<T>(sums.top);
+  out.log_sum[row] = bad ? NaN<T> : empty ? -INF<T> : static_cast<T>(std::log(sums.mass));
+  if (out.mean) out.mean[row] = bad || empty ? NaN<T> : static_cast<T>(sums.first / sums.mass);
+  if (out.total) out.total[row] = bad || empty ? NaN<T> : static_cast<T>(sums.spread);
+}
+
+template <typename T>
+void row_stats_of(const Rows& x, int64_t rows, int64_t vocab, const T* scale, T factor, const Stats<T>& out) {
+  const int64_t parts = at::divup(vocab, SEGMENT);
+  std::vector<Sums> found(rows * parts);
+  const auto rate = [&](int64_t row) { return scale ? scale[row] : factor; };
+  for_each_segment(rows, vocab, [&](int64_t row, int64_t begin, int64_t end) {
+    found[row * parts + begin / SEGMENT] =
+        segment_sums<T>(x, row, begin, end, rate(row), out.mean != nullptr, out.total != nullptr);
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Sums sums = found[row * parts];
+    for (int64_t part = 1; part < parts; ++part) sums.add(found[row * parts + part]);
+    if (std::isnan(sums.mass)) sums.top = maximum_of_bad_row<T>(x, row, vocab, rate(row));
+    finish(sums, row, out);
+  }
+}
+
+// ---- row_grad ------------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Term {
+  T scale, center, shift, a, b;
+};
+
+template <typename T>
+struct Coefficients {
+  int64_t terms_count, hots_count;
+  const Term<T>* terms; // [K] of one row
+  const T* affine; // [3]: f, center, e
+  const int64_t* index; // [M]
+  const T* weight; // [M]
+  bool softmax;
+
+  Coefficients of_row(int64_t row) const {
+    return {terms_count, hots_count, terms + row * terms_count, affine + row * 3, index + row * hots_count,
+            weight + row * hots_count, softmax};
+  }
+
+  // Whether all of a, b, f, e and the weights are 0.
+  bool empty() const {
+    bool zero = affine[0] == 0 && affine[2] == 0;
+    for (int64_t k = 0; k < terms_count; ++k) zero = zero && terms[k].a == 0 && terms[k].b == 0;
+    for (int64_t k = 0; k < hots_count; ++k) zero = zero && weight[k] == 0;
+    return zero;
+  }
+};
+
+// exp(z - shift) (a + b z), z = scale x - center; 0 where z is -inf, unless the shift says that there is no softmax.
+// x is not looked at where the scale is 0, nor anything where a and b are.
+template <typename T>
+Vec<T> term_value(Vec<T> x, const Term<T>& term) {
+  if (term.a == 0 && term.b == 0) return Vec<T>(0);
+  const Vec<T> y = term.scale == 0 ? Vec<T>(0) : x * Vec<T>(term.scale);
+  const Vec<T> z = y - Vec<T>(term.center); // rounded as in row_stats: p of the largest is right
+  const Vec<T> e = exponential(at::vec::clamp(z - Vec<T>(term.shift), Vec<T>(LOW<T>), Vec<T>(HIGH<T>)));
+  const Vec<T> value = e * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
+  return std::isnan(term.shift) ? value : Vec<T>::blendv(value, Vec<T>(0), z == Vec<T>(-INF<T>));
+}
+
+// The same of x = exp(z - shift); 0 where x is 0.
+template <typename T>
+Vec<T> softmax_value(Vec<T> x, const Term<T>& term) {
+  if (term.a == 0 && term.b == 0) return Vec<T>(0);
+  const Vec<T> z = x.log() + Vec<T>(term.shift);
+  const Vec<T> value = x * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
+  return Vec<T>::blendv(value, Vec<T>(0), x == Vec<T>(0));
+}
+
+// What is not one-hot. K is the number of terms, or -1 for any. out may be x.
+template <typename T, int K, bool SOFTMAX>
+void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
+  constexpr int64_t W = Vec<T>::size();
+  const Vec<T> f(of.affine[0]), center(of.affine[1]), e(of.affine[2]);
+  const bool linear = of.affine[0] != 0;
+  const auto value = [&](Vec<T> v) {
+    Vec<T> sum = linear ? f * v - center + e : e;
+    for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
+      sum = sum + (SOFTMAX ? softmax_value(v, of.terms[k]) : term_value(v, of.terms[k]));
+    return sum;
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) value(Vec<T>::loadu(x + i)).store(out + i);
+  if (i < n) value(Vec<T>::loadu(x + i, n - i)).store(out + i, n - i);
+}
+
+template <typename T>
+void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
+  if (of.softmax) block_values<T, 1, true>(x, out, n, of);
+  else if (of.terms_count == 1) block_values<T, 1, false>(x, out, n, of);
+  else block_values<T, -1, false>(x, out, n, of);
+  for (int64_t k = 0; k < of.hots_count; ++k) {
+    const int64_t at = of.index[k] - column;
+    if (at >= 0 && at < n) out[at] += of.weight[k];
+  }
+}
+
+template <typename T>
+void segment_grad(const Rows& x, const Rows& out, int64_t row, int64_t begin, int64_t end, const Coefficients<T>& of) {
+  alignas(64) T buffer[BLOCK<T>];
+  const bool empty = of.empty();
+  if (empty) std::fill(buffer, buffer + BLOCK<T>, T(0));
+  for (int64_t column = begin; column < end; column += BLOCK<T>) {
+    const int64_t n = std::min(BLOCK<T>, end - column);
+    char* to = out.at(row, column);
+    if (empty) {
+      store(buffer, out, to, n);
+      continue;
+    }
+    const char* from = x.at(row, column);
+    if (!x.direct<T>()) load(x, from, n, buffer);
+    T* result = out.direct<T>() ? reinterpret_cast<T*>(to) : buffer;
+    block_grad(x.direct<T>() ? reinterpret_cast<const T*>(from) : buffer, result, n, column, of);
+    if (result == buffer) store(buffer, out, to, n);
+  }
+}
+
+// A result this large is memory fresh from the system, every time: glibc hands larger blocks back when they are freed.
+// In pages of 4 KiB their first touch took four times as long as the gradient.
+void use_large_pages(char* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  // Only a hint: a system without such pages refuses it, and nothing is lost.
+  if (bytes >= (32 << 20)) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+template <typename T>
+void row_grad_of(const Rows& x, const Rows& out, int64_t rows, int64_t vocab, const Coefficients<T>& of) {
+  for_each_segment(rows, vocab, [&](int64_t row, int64_t begin, int64_t end) {
+    segment_grad<T>(x, out, row, begin, end, of.of_row(row));
+  });
+}
+
+} // namespace
+
+// ---- called from native.py -----------------------------------------------------------------------------------------
+//
+// shape: the sizes of x, then its strides (then those of out), `dims` each, the vocabulary last. types: see `Type`.
+// Everything else is contiguous, in the compute type; N * V is not 0.
+
+static int64_t rows_of(int64_t dims, const int64_t* sizes) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < dims; ++d) rows *= sizes[d];
+  return rows;
+}
+
+extern "C" void slime_row_stats(
+    void* x, int64_t type, int64_t dims, const int64_t* shape, // [..., V], read only
+    const void* scale, double factor, // [N], or null for `factor`
+    void* top, void* log_sum, void* mean, void* total) { // [N] written; the last two may be null
+  const Rows view(x, type, dims, shape, shape + dims);
+  const int64_t rows = rows_of(dims, shape), vocab = shape[dims - 1];
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const auto as = [](void* p) { return static_cast<T*>(p); };
+    const Stats<T> out{as(top), as(log_sum), as(mean), as(total)};
+    row_stats_of<T>(view, rows, vocab, static_cast<const T*>(scale), static_cast<T>(factor), out);
+  };
+  type == DOUBLE ? run(double()) : run(float());
+}
+
+extern "C" void slime_row_grad(
+    void* x, int64_t type, void* out, int64_t out_type, int64_t dims, const int64_t* shape, // [..., V] each
+    const void* terms, int64_t terms_count, const void* affine, // [N, K, 5], [N, 3]
+    const int64_t* index, const void* weight, int64_t hots_count, int64_t softmax) { // [N, M] each
+  const Rows from(x, type, dims, shape, shape + dims), to(out, out_type, dims, shape, shape + 2 * dims);
+  const int64_t rows = rows_of(dims, shape), vocab = shape[dims - 1];
+  if (out != x) use_large_pages(to.data, rows * vocab * to.item);
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Coefficients<T> of{terms_count, hots_count, static_cast<const Term<T>*>(terms), static_cast<const T*>(affine),
+                             index, static_cast<const T*>(weight), softmax != 0};
+    row_grad_of<T>(from, to, rows, vocab, of);
+  };
+  type == DOUBLE ? run(double()) : run(float());
+}
