@@ -170,8 +170,17 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     emitter, config = walk.context.emitter, walk.context.config
     merged = merge(graph, emitter.fake_mode, is_wide, config.merge_collectives)
     tidy(graph)
+    _leave_out_unread_statistics(graph)
     graph.lint()
     return merged
+
+
+def _leave_out_unread_statistics(graph: Graph) -> None:
+    """Statistics that nothing reads need not be computed: half the time of those of a plain cross entropy."""
+    operators = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_stats.default)
+    for node in operators:
+        read = {user.args[1] for user in node.users}
+        node.kwargs = {name: False for name, at in (("mean", 2), ("total", 3)) if at not in read}
 
 
 def _is_wide_copy(walk: Walk, node: Node) -> bool:

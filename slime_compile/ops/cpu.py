@@ -16,24 +16,27 @@ __all__ = ["row_grad", "row_grad_", "row_stats"]
 Stats = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def row_stats(x: Tensor, scale: Tensor | None, factor: float) -> Stats:
+def row_stats(
+    x: Tensor, scale: Tensor | None, factor: float, mean: bool = True, total: bool = True
+) -> Stats:
     """See `reference.row_stats`."""
     functions = native.functions() if x.dtype in native.DTYPES else None
     if functions is None:
-        return torch_calls.row_stats(x, scale, factor)
+        return torch_calls.row_stats(x, scale, factor, mean, total)
     compute = compute_dtype(x.dtype)
     rows = [*x.shape[:-1], 1]
-    top, log_sum, mean, total = (x.new_empty(rows, dtype=compute) for _ in range(4))
+    stats = torch_calls.new_stats(x, mean, total)
     if x.numel() == 0:
-        return top, log_sum, mean, total
+        return stats
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).contiguous()
+    read = (True, True, mean, total)
     functions.row_stats(
         x.data_ptr(), native.DTYPES[x.dtype], x.dim(), native.layout(x),
         None if scale is None else scale.data_ptr(), factor,
-        top.data_ptr(), log_sum.data_ptr(), mean.data_ptr(), total.data_ptr(),
+        *(stat.data_ptr() if each else None for stat, each in zip(stats, read, strict=True)),
     )  # fmt: skip
-    return top, log_sum, mean, total
+    return stats
 
 
 def row_grad(

@@ -124,9 +124,12 @@ def _ceil(a: int, b: int) -> int:
 
 
 def row_stats(
-    x: Tensor, scale: Tensor | None, factor: float
+    x: Tensor, scale: Tensor | None, factor: float, mean: bool = True, total: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of each row of `factor * scale * x`: max, log_sum, mean, total, each [..., 1] fp32."""
+    """Statistics of each row of `factor * scale * x`: max, log_sum, mean, total, each [..., 1] fp32.
+
+    `mean` and `total` say whether anybody reads these two; they are NaN otherwise.
+    """
     rows = prod(x.shape[:-1])
     outs = [x.new_empty(rows, dtype=torch.float32) for _ in range(4)]
     row_scale, scaled = (outs[0], 0) if scale is None else (_row_scale(scale, x), 1)
@@ -135,10 +138,11 @@ def row_stats(
             for launch in _launches(x):
                 part = slice(launch.start, launch.stop)
                 _launch_stats(
-                    launch.views[0], row_scale[part], scaled, factor, [o[part] for o in outs]
-                )
-    top, log_sum, mean, total = (o.view(*x.shape[:-1], 1) for o in outs)
-    return top, log_sum, mean, total
+                    launch.views[0], row_scale[part], scaled, factor, [o[part] for o in outs],
+                    MEAN=mean, TOTAL=total,
+                )  # fmt: skip
+    top, log_sum, mean_, total_ = (o.view(*x.shape[:-1], 1) for o in outs)
+    return top, log_sum, mean_, total_
 
 
 def _row_scale(scale: Tensor, x: Tensor) -> Tensor:
@@ -149,7 +153,9 @@ def _row_scale(scale: Tensor, x: Tensor) -> Tensor:
     return scale.expand(*x.shape[:-1], 1).reshape(-1)
 
 
-def _launch_stats(x: Tensor, scale: Tensor, scaled: int, factor: float, outs: list[Tensor]) -> None:
+def _launch_stats(
+    x: Tensor, scale: Tensor, scaled: int, factor: float, outs: list[Tensor], **wanted: bool
+) -> None:
     outer, inner, vocab = x.shape
     rows = outer * inner
     vector = _vector(x)
@@ -161,11 +167,11 @@ def _launch_stats(x: Tensor, scale: Tensor, scaled: int, factor: float, outs: li
     of_scale = (factor, scale.stride(0), scaled)
     kernels.row_stats_kernel[(rows * parts,)](
         x, scale, *outs, partial, *of_scale, rows, vocab, inner, *x.stride(), parts,
-        DEPTH=depth, LANES=LANES, VEC=vector, **OPTIONS,
+        DEPTH=depth, LANES=LANES, VEC=vector, **wanted, **OPTIONS,
     )  # fmt: skip
     if parts > 1:
         kernels.merge_parts_kernel[(rows,)](
-            partial, scale, *outs, *of_scale, rows, parts, PARTS=PARTS_MAX, **OPTIONS
+            partial, scale, *outs, *of_scale, rows, parts, PARTS=PARTS_MAX, **wanted, **OPTIONS
         )
 
 

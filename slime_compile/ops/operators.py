@@ -31,7 +31,7 @@ _library: Any = cast(Any, torch.library).Library("slime_fused", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _library.define(
-    "row_stats(Tensor x, Tensor? scale, float factor, str region)"
+    "row_stats(Tensor x, Tensor? scale, float factor, str region, *, bool mean=True, bool total=True)"
     " -> (Tensor max, Tensor log_sum, Tensor mean, Tensor total)",
     tags=_TAGS,
 )
@@ -50,7 +50,15 @@ _library.define(
 # ---- fake kernels -------------------------------------------------------------------------------------------------
 
 
-def _fake_row_stats(x: Tensor, scale: Tensor | None, factor: float, region: str) -> Stats:
+def _fake_row_stats(
+    x: Tensor,
+    scale: Tensor | None,
+    factor: float,
+    region: str,
+    *,
+    mean: bool = True,
+    total: bool = True,
+) -> Stats:
     check_stats(x, scale)
 
     def rows() -> Tensor:
@@ -92,7 +100,9 @@ def _fake_row_grad_(
 class _Kernels(Protocol):
     """What `reference.py`, `cpu.py` and `cuda.py` offer: the operators without `region`, arguments checked."""
 
-    def row_stats(self, x: Tensor, scale: Tensor | None, factor: float) -> Stats: ...
+    def row_stats(
+        self, x: Tensor, scale: Tensor | None, factor: float, mean: bool, total: bool
+    ) -> Stats: ...
 
     def row_grad(
         self,
@@ -133,10 +143,18 @@ def _kernels(x: Tensor) -> _Kernels:
 
 # Without autograd below the operators: x may require grad, see `_register`.
 @torch.no_grad()
-def _row_stats(x: Tensor, scale: Tensor | None, factor: float, region: str) -> Stats:
+def _row_stats(
+    x: Tensor,
+    scale: Tensor | None,
+    factor: float,
+    region: str,
+    *,
+    mean: bool = True,
+    total: bool = True,
+) -> Stats:
     check_stats(x, scale)
     on_call(region)
-    return _kernels(x).row_stats(x, scale, factor)
+    return _kernels(x).row_stats(x, scale, factor, mean, total)
 
 
 @torch.no_grad()

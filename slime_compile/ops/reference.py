@@ -17,7 +17,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_stats(
-    x: Tensor, scale: Tensor | None, factor: float
+    x: Tensor, scale: Tensor | None, factor: float, mean: bool = True, total: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Statistics of each row of `y = factor * scale * x`.
 
@@ -25,6 +25,8 @@ def row_stats(
         x: [..., V], any floating dtype.
         scale: broadcastable to [..., 1], or None for 1.
         factor: a number.
+        mean: whether anybody reads `mean`, which is NaN otherwise.
+        total: the same of `total`.
 
     Returns:
         `max`, `log_sum`, `mean`, `total`, each [..., 1] in the compute dtype.
@@ -37,7 +39,13 @@ def row_stats(
     sum_exp = p.sum(-1, keepdim=True)
     sum_exp_d = torch.where(d == -torch.inf, 0.0, p * d).sum(-1, keepdim=True)
     log_sum = torch.where(top == -torch.inf, -torch.inf, sum_exp.log())
-    return top, log_sum, sum_exp_d / sum_exp, d.sum(-1, keepdim=True)
+    unread = torch.full_like(top, torch.nan)
+    return (
+        top,
+        log_sum,
+        sum_exp_d / sum_exp if mean else unread,
+        d.sum(-1, keepdim=True) if total else unread.clone(),
+    )
 
 
 def row_grad(

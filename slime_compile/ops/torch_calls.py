@@ -30,42 +30,61 @@ Work = Callable[[slice, Tensor, Tensor], None]
 """Done for each chunk: the rows' numbers, a view [R, V] of them, scratch [2 or 3, R, V] in the compute dtype."""
 
 
+def new_stats(x: Tensor, mean: bool, total: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for `max`, `log_sum`, `mean`, `total` [..., 1]; NaN in what is not read."""
+    top, log_sum, mean_, total_ = (
+        x.new_empty([*x.shape[:-1], 1], dtype=compute_dtype(x.dtype)) for _ in range(4)
+    )
+    for stat, read in ((mean_, mean), (total_, total)):
+        if not read:
+            stat.fill_(torch.nan)
+    return top, log_sum, mean_, total_
+
+
 def row_stats(
-    x: Tensor, scale: Tensor | None, factor: float
+    x: Tensor, scale: Tensor | None, factor: float, mean: bool, total: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `reference.row_stats`."""
     compute = compute_dtype(x.dtype)
     rows = [*x.shape[:-1], 1]
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).reshape(-1, 1)
-    top, log_sum, mean, total = (x.new_empty(rows, dtype=compute) for _ in range(4))
-    stats = [stat.view(-1, 1) for stat in (top, log_sum, mean, total)]
+    results = new_stats(x, mean, total)
+    stats = [stat.view(-1, 1) for stat in results]
 
     def work(at: slice, part: Tensor, scratch: Tensor) -> None:
         d, p = scratch.unbind()
         factors = factor if scale is None else scale[at]
-        _chunk_stats(part, factors, d, p, [stat[at] for stat in stats])
+        _chunk_stats(part, factors, d, p, [stat[at] for stat in stats], mean, total)
 
     _for_each_chunk(x, work, compute, 2)
-    return top, log_sum, mean, total
+    return results
 
 
 def _chunk_stats(
-    x: Tensor, scale: Tensor | float, d: Tensor, p: Tensor, stats: list[Tensor]
+    x: Tensor,
+    scale: Tensor | float,
+    d: Tensor,
+    p: Tensor,
+    stats: list[Tensor],
+    with_mean: bool,
+    with_total: bool,
 ) -> None:
-    # x [R, V] any dtype and strides, read only; d, p [R, V] scratch; stats 4 * [R, 1] written
+    # x [R, V] any dtype and strides, read only; d, p [R, V] scratch; stats 4 * [R, 1] written, the last two if wanted
     top, log_sum, mean, total = stats
     y = _scaled(x, scale, d)
     torch.amax(y, -1, keepdim=True, out=top)
     torch.sub(y, top, out=d)
-    torch.sum(d, -1, keepdim=True, out=total)
+    if with_total:
+        torch.sum(d, -1, keepdim=True, out=total)
     torch.exp(d, out=p)
     sum_exp = p.sum(-1, keepdim=True)
-    torch.sum(p.mul_(d), -1, keepdim=True, out=mean)
-    if mean.isnan().any():
-        # perhaps 0 * -inf: an element without probability has no share in the mean
-        torch.sum(p.masked_fill_(d == -torch.inf, 0.0), -1, keepdim=True, out=mean)
-    mean.div_(sum_exp)
+    if with_mean:
+        torch.sum(p.mul_(d), -1, keepdim=True, out=mean)
+        if mean.isnan().any():
+            # perhaps 0 * -inf: an element without probability has no share in the mean
+            torch.sum(p.masked_fill_(d == -torch.inf, 0.0), -1, keepdim=True, out=mean)
+        mean.div_(sum_exp)
     torch.log(sum_exp, out=log_sum).masked_fill_(top == -torch.inf, -torch.inf)
 
 

@@ -4,7 +4,7 @@
 compute is in docs/design.md ("The operators"). float64 is not handled here.
 
 Every argument that is not `constexpr` is excluded from specialisation: there is one compile per dtype, `VEC` and, for
-`row_grad_kernel`, K and M; never one per N, V or alignment.
+`row_grad_kernel`, K and M, for statistics what is wanted (MEAN, TOTAL); never one per N, V or alignment.
 
 NOTE [Rows as 16-byte groups]
 A row of an odd vocabulary starts anywhere. Each row is cut, by its address, into `head` single elements up to the
@@ -130,6 +130,7 @@ def _unpack(tile, flip):
 # Differences are taken before scaling: a large common offset of the logits costs no digits. Special values:
 # - d and step are raised to `floor`, where exp(rate floor) is 0 in float32: -inf * 0 never arises. max drops NaN.
 # - spread uses d as it is, so a row with NaN or +inf has spread NaN, and nothing else has: this is how NaN gets out.
+#   Without spread, mass does it: d is raised to `floor` by a maximum that keeps NaN.
 # - peak = -inf (nothing, or only -inf so far) stands for a reference of 0: -inf - (-inf) never arises.
 
 
@@ -140,18 +141,25 @@ def _floor(rate):
 
 
 @triton.jit
-def _raise(peak, mass, first, spread, count, top, rate):
-    """The sums of `peak`, with respect to the larger maximum `top`."""
+def _raise(
+    peak, mass, first, spread, count, top, rate, MEAN: tl.constexpr, TOTAL: tl.constexpr
+):  # fmt: skip
+    """The sums of `peak`, with respect to the larger maximum `top`; first only with MEAN, spread with TOTAL."""
     step = tl.where(peak == -float("inf"), 0.0, peak - top)
     held = tl.maximum(step, _floor(rate))
     decay = tl.exp2(held * (rate * LOG2E))
-    return mass * decay, (first + mass * held) * decay, spread + count * step
+    if MEAN:
+        first = (first + mass * held) * decay
+    if TOTAL:
+        spread += count * step
+    return mass * decay, first, spread
 
 
 @triton.jit
 def _absorb(
     peak, mass, first, spread, count, tiles, flip, rate, begin, end,
     MASKED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    MEAN: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles at group `begin`, up to group `end` where MASKED, to the sums [LANES] of `count` elements."""
     top = peak
@@ -160,11 +168,14 @@ def _absorb(
         if MASKED:
             x = tl.where(_tile(begin, end, k, LANES)[1], x, -float("inf"))
         top = tl.maximum(top, tl.max(x, 1))
-    mass, first, spread = _raise(peak, mass, first, spread, count, top, rate)
+    mass, first, spread = _raise(peak, mass, first, spread, count, top, rate, MEAN, TOTAL)
     anchor = tl.where(top == -float("inf"), 0.0, top)[:, None]
     for k in tl.static_range(DEPTH):
         d = _unpack(tiles[k], flip) - anchor
-        held = tl.maximum(d, _floor(rate))
+        if TOTAL:
+            held = tl.maximum(d, _floor(rate))
+        else:
+            held = tl.maximum(d, _floor(rate), propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(held * (rate * LOG2E))
         if MASKED:
             present = _tile(begin, end, k, LANES)[1]
@@ -174,29 +185,32 @@ def _absorb(
         else:
             count += VEC
         mass += tl.sum(e, 1)
-        first += tl.sum(e * held, 1)
-        spread += tl.sum(d, 1)
+        if MEAN:
+            first += tl.sum(e * held, 1)
+        if TOTAL:
+            spread += tl.sum(d, 1)
     return top, mass, first, spread, count
 
 
 @triton.jit
-def _merge(peak, mass, first, spread, count, rate):
+def _merge(peak, mass, first, spread, count, rate, MEAN: tl.constexpr, TOTAL: tl.constexpr):
     """The sums of all threads (or parts) as scalars."""
     top = tl.max(peak, 0)
     anchor = tl.where(top == -float("inf"), 0.0, top)
-    mass, first, spread = _raise(peak, mass, first, spread, count, anchor, rate)
+    mass, first, spread = _raise(peak, mass, first, spread, count, anchor, rate, MEAN, TOTAL)
     return top, tl.sum(mass, 0), tl.sum(first, 0), tl.sum(spread, 0), tl.sum(count, 0)
 
 
 @triton.jit
 def _store_stats(
-    row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, count, rate
-):
-    """Writes the four outputs of one row."""
+    row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, count, rate,
+    MEAN: tl.constexpr, TOTAL: tl.constexpr,
+):  # fmt: skip
+    """Writes the four outputs of one row, NaN to those that were not asked for."""
     nan = float("nan")
     peak = rate * top
     empty = peak == -float("inf")
-    bad = (spread != spread) | (peak != peak) | (peak == float("inf"))
+    bad = (mass != mass) | (spread != spread) | (peak != peak) | (peak == float("inf"))
     # the maximum is given rounded, the sums are relative to the exact one
     slip = tl.where(empty, 0.0, tl.fma(rate, top, -peak))
     log_sum = tl.where(empty, -float("inf"), tl.log(mass) + slip)
@@ -204,8 +218,8 @@ def _store_stats(
     total = rate * spread + count * slip
     tl.store(max_ptr + row, tl.where(bad, nan, peak))
     tl.store(log_sum_ptr + row, tl.where(bad, nan, log_sum))
-    tl.store(mean_ptr + row, tl.where(bad | empty, nan, mean))
-    tl.store(total_ptr + row, tl.where(bad | empty, nan, total))
+    tl.store(mean_ptr + row, tl.where(bad | empty, nan, mean) if MEAN else nan)
+    tl.store(total_ptr + row, tl.where(bad | empty, nan, total) if TOTAL else nan)
 
 
 @triton.jit
@@ -254,6 +268,8 @@ def row_stats_kernel(
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     VEC: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOTAL: tl.constexpr,
 ):
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -263,40 +279,40 @@ def row_stats_kernel(
     row_ptr = x_ptr + _row_offset(row, inner, outer_stride, inner_stride)
     head, groups, begin, end = _cut(row_ptr, vocab, part, parts, LANES, VEC)
     body_ptr = _body(row_ptr, head, VEC)
-    ahead = _load_tiles(body_ptr, begin, end, stride, DEPTH, LANES, VEC)
+    read_end = tl.where(rate == 0.0, 0, end)  # zeros then, whatever x is
+    ahead = _load_tiles(body_ptr, begin, read_end, stride, DEPTH, LANES, VEC)
 
     peak = tl.full([LANES], -float("inf"), tl.float32)
     mass = tl.zeros([LANES], tl.float32)
-    first = tl.zeros([LANES], tl.float32)
-    spread = tl.zeros([LANES], tl.float32)
-    count = tl.zeros([LANES], tl.float32)
+    first, spread, count = mass, mass, mass
     if VEC > 1:
         lone, there = _edges(head, groups, vocab, part, LANES, VEC)
-        edge = tl.load(row_ptr + lone, mask=there, other=0.0)
+        edge = tl.load(row_ptr + lone, mask=there & (rate != 0.0), other=0.0)
         edge = edge.to(tl.float32) * tl.where(flip, -1.0, 1.0)
         peak = tl.where(there, edge, peak)
         finite = there & (edge > -float("inf"))
-        mass = tl.where(finite, 1.0, 0.0)
+        mass = tl.where(finite, 1.0, tl.where(there & (edge != edge), float("nan"), 0.0))
         spread = tl.where(there, edge - tl.where(finite, edge, 0.0), 0.0)
         count = there.to(tl.float32)
 
     while begin + DEPTH * LANES < end:
         tiles = ahead
-        ahead = _load_tiles(body_ptr, begin + DEPTH * LANES, end, stride, DEPTH, LANES, VEC)
+        ahead = _load_tiles(body_ptr, begin + DEPTH * LANES, read_end, stride, DEPTH, LANES, VEC)
         peak, mass, first, spread, count = _absorb(
             peak, mass, first, spread, count, tiles, flip, rate, begin, end,
-            False, DEPTH, LANES, VEC,
+            False, DEPTH, LANES, VEC, MEAN, TOTAL,
         )  # fmt: skip
         begin += DEPTH * LANES
     peak, mass, first, spread, count = _absorb(
         peak, mass, first, spread, count, ahead, flip, rate, begin, end,
-        True, DEPTH, LANES, VEC,
+        True, DEPTH, LANES, VEC, MEAN, TOTAL,
     )  # fmt: skip
-    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate)
+    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate, MEAN, TOTAL)
     if parts == 1:
         _store_stats(
-            row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate
-        )
+            row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate,
+            MEAN, TOTAL,
+        )  # fmt: skip
     else:
         slot = parts_ptr + row.to(tl.int64) * parts + part
         _store_part(slot, rows * parts, peak, mass, first, spread, count)
@@ -325,6 +341,8 @@ def merge_parts_kernel(
     rows: tl.int64,
     parts: tl.int32,
     PARTS: tl.constexpr,  # power of two, at least parts
+    MEAN: tl.constexpr,
+    TOTAL: tl.constexpr,
 ):
     row = tl.program_id(0)
     rate = tl.abs(_load_scale(scale_ptr, row, scale_stride, scaled, factor))
@@ -336,10 +354,11 @@ def merge_parts_kernel(
     first = tl.load(slot + rows * parts * 2, mask=present, other=0.0)
     spread = tl.load(slot + rows * parts * 3, mask=present, other=0.0)
     count = tl.load(slot + rows * parts * 4, mask=present, other=0.0)
-    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate)
+    peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate, MEAN, TOTAL)
     _store_stats(
-        row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate
-    )
+        row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate,
+        MEAN, TOTAL,
+    )  # fmt: skip
 
 
 # ---- row_grad -----------------------------------------------------------------------------------------------------
@@ -394,15 +413,16 @@ def _is_live(terms, affine, weights, K: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _exponential_term(x, scale, center, shift, a, b, SOFTMAX: tl.constexpr):
-    """exp(z - shift) * (a + b z); with SOFTMAX x is exp(z - shift)."""
+    """exp(z - shift) * (a + b z), 0 where a and b are 0; with SOFTMAX x is exp(z - shift)."""
     if SOFTMAX:
         z = tl.log(x) + shift
-        value = tl.where(x == 0.0, 0.0, x * (a + b * z))
+        null = x == 0.0
+        value = x * (a + b * z)
     else:
-        z = scale * x - center
+        z = tl.where(scale == 0.0, 0.0, scale * x) - center
+        null = (z == -float("inf")) & (shift == shift)
         value = tl.exp2((z - shift) * LOG2E) * (a + b * z)
-        value = tl.where(z == -float("inf"), 0.0, value)
-    return value
+    return tl.where(null | ((a == 0.0) & (b == 0.0)), 0.0, value)
 
 
 @triton.jit

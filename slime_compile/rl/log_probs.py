@@ -175,7 +175,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 def _local_stats(logits: Tensor, column: Tensor, scale: Tensor, absent: float) -> Tensor:
     """(max, log_sum, mean, target logit) of this shard as [4, ..., 1]; `absent` for a target outside it."""
-    top, log_sum, mean, _ = row_stats(logits, scale, 1.0, "")
+    top, log_sum, mean, _ = row_stats(logits, scale, 1.0, "", total=False)
     inside = (column >= 0) & (column < logits.shape[-1])
     target_logit = logits.gather(-1, column.where(inside, 0)).to(scale.dtype) * scale
     return torch.stack([top, log_sum, mean, target_logit.where(inside, absent)])

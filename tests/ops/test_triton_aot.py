@@ -126,12 +126,17 @@ def check(report: Report) -> None:
     assert report.registers <= REGISTERS
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_stats(
-    launches: list[Launch], tmp_path: Path, dtype: torch.dtype, capability: int
+    launches: list[Launch],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    capability: int,
+    wanted: tuple[bool, bool],
 ) -> None:
-    cuda.row_stats(torch.zeros(3, VOCAB, dtype=dtype), None, 1.0)
+    cuda.row_stats(torch.zeros(3, VOCAB, dtype=dtype), None, 1.0, *wanted)
     (launch,) = launches
     report = compiled(launch, capability, tmp_path)
     check(report)

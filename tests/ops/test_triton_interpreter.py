@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,11 +146,23 @@ def check_stats(
     x: Tensor,
     scale: Tensor | None = None,
     factor: float = 1.0,
+    wanted: Iterable[tuple[bool, bool]] = ((True, True), (False, False)),
     **settings: int,
 ) -> None:
-    actual = interpret("row_stats", x, scale, factor, **settings)
+    """`wanted`: which of mean and total are asked for; the others must be NaN."""
     plain = reference.row_stats(x, scale, factor)
     truth = reference.row_stats(x.double(), None if scale is None else scale.double(), factor)
+    for mean, total in wanted:
+        actual = interpret("row_stats", x, scale, factor, mean, total, **settings)
+        unread = {2: not mean, 3: not total}
+        for at in range(4):
+            if unread.get(at):
+                assert actual[at].isnan().all()
+        kept = [at for at in range(4) if not unread.get(at)]
+        _check_stats(*([each[at] for at in kept] for each in (actual, plain, truth)))
+
+
+def _check_stats(actual: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> None:
     bad = (truth[0].isnan() | (truth[0] == INF)).expand_as(truth[0])
     assert (actual[0][bad].isnan() | (actual[0][bad] == INF)).all()
     check(actual[0][~bad], plain[0][~bad], truth[0][~bad])
@@ -272,7 +284,8 @@ def test_stats_of_special_values(
     interpret: Interpreter, vocab: int, tiles: int, dtype: torch.dtype
 ) -> None:
     x = special_rows(vocab, dtype)
-    check_stats(interpret, x[:: 1 if tiles > 1 else 2], PART_TILES_MIN=tiles)
+    every = itertools.product((True, False), repeat=2)
+    check_stats(interpret, x[:: 1 if tiles > 1 else 2], wanted=every, PART_TILES_MIN=tiles)
 
 
 def test_stats_of_special_values_with_negative_scale(interpret: Interpreter) -> None:
