@@ -7,6 +7,7 @@ say something about is made more often than the rest. Nothing here knows the rul
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -500,7 +501,7 @@ def filled_like(m: Making) -> Node:
 def expanded(m: Making) -> Node:
     x = m.wide()
     if m.one(True, True, False):
-        row = m.s.input("rows", tuple(m.one(size, size, 1) for size in sizes(x)[:-1]) + (1,))
+        row = m.s.input("rows", (*(m.one(size, size, 1) for size in sizes(x)[:-1]), 1))
         return m.call(aten.expand.default, row, list(sizes(x)))
     return m.call(aten.expand.default, x, m.one(list(sizes(x)), [2, *sizes(x)]))
 
@@ -840,10 +841,8 @@ ROW_CASES: dict[Any, Case] = {
 
 
 def attempt(m: Making, case: Case) -> None:
-    try:
+    with contextlib.suppress(Impossible):
         case(m)
-    except Impossible:
-        pass
 
 
 USED = (

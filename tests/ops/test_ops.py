@@ -20,12 +20,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from slime_compile import ops
-<<<<<<< HEAD
-from slime_compile.ops import cpu, operators, reference
+from slime_compile.ops import cpu, native, operators, reference, torch_calls
 from tests.support.dispatch import Allocations
-=======
-from slime_compile.ops import cpu, native, reference, torch_calls
->>>>>>> 6917ab5 (CPU operators: one vectorised pass each, built once per machine; torch calls where there is no compiler)
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -656,9 +652,9 @@ def test_no_temporary_beyond_chunks(
     with Allocations() as grad_:
         cpu.row_grad_(x, *coefficients, False)
     if way == "C++":
-        assert stats.sizes == [x.shape[:-1].numel()] * 4
-        assert grad.sizes == [x.numel()]
-        assert grad_.sizes == []
+        assert stats.elements == [x.shape[:-1].numel()] * 4
+        assert grad.elements == [x.numel()]
+        assert grad_.elements == []
         return
     # scratch is one allocation: 2 chunks for the statistics, 3 smaller ones for a gradient of two terms
     assert max(stats.elements) == 2 * chunk

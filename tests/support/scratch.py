@@ -369,7 +369,10 @@ def hash_of(given: Input) -> int:
 
 
 def _logits(given: Input, kind: str, generator: torch.Generator) -> Tensor:
-    """Each row of "mixed" data is of another kind: moderate numbers with offsets, absent columns (-inf), poison (NaN), +inf, the lowest finite number, or zeros."""
+    """Each row of "mixed" data is of another kind.
+
+    Moderate numbers with offsets, absent columns (-inf), poison (NaN), +inf, the lowest finite number, or zeros.
+    """
     x = 2 * torch.randn(given.shape, generator=generator, dtype=torch.float64)
     if kind == "plain":
         return x
