@@ -69,13 +69,28 @@ def _error(want: torch.Tensor, have: torch.Tensor) -> float:
 
 
 def _random(node: Node) -> Any:
-    """A value like the placeholder's; integers are 0 or 1, which every row and vocabulary has."""
+    """A value like the placeholder's, with what rules must not take for granted.
+
+    Integers are 0 or 1, which every row and vocabulary has. Floating values are normal numbers; every third row (or
+    number) is zero, since a coefficient may be, and some are the same as the one before. Not infinite: what is compared
+    would be NaN.
+    """
     fake = node.meta.get("val")
     if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return fake.node.hint
     if not isinstance(fake, torch.Tensor):
         return fake
     sizes = [size if isinstance(size, int) else int(size.node.hint) for size in fake.shape]
-    if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        return torch.randn(sizes, dtype=torch.float32, device=fake.device).to(fake.dtype)
-    return torch.randint(0, 2, sizes, device=fake.device).to(fake.dtype)
+    if not (fake.dtype.is_floating_point or fake.dtype.is_complex):
+        return torch.randint(0, 2, sizes, device=fake.device).to(fake.dtype)
+    made = torch.randn(sizes, dtype=torch.float32, device=fake.device)
+    if fake.dtype.is_floating_point and made.dim():
+        _special(made)
+    return made.to(fake.dtype)
+
+
+def _special(values: torch.Tensor) -> None:
+    """Zeros and repetitions in place, for `_random`."""
+    rows = values.view(-1, values.shape[-1]) if values.dim() > 1 else values.view(-1, 1)
+    rows[2::3] = 0
+    rows[7::7] = rows[6:-1:7]

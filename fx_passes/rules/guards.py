@@ -56,8 +56,9 @@ def is_not_zero(node: Node, form: Form, number: float) -> Seen | None:
 
 
 def at_least(node: Node, form: Form, number: float) -> Seen | None:
-    """`x >= finfo.min` fails only for -inf (and NaN)."""
-    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None
+    """`x >= finfo.min` fails only for -inf (and NaN); `x >= -inf` not even for that."""
+    known = form.is_affine and -math.inf < number <= _lowest(node)
+    return (Guard.MINUS_INF, True) if known else None
 
 
 def above(node: Node, form: Form, number: float) -> Seen | None:

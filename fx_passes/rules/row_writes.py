@@ -204,7 +204,8 @@ class _Embedding:
         if not rest and not vanish:
             return kept
         inner = Poly({tuple(rest): 1.0}) if rest else Poly.number(1.0)
-        like = self.inner.x or monomial[0][0]
+        like = self.inner.x or next((atom for atom, _ in monomial), self.c.emitter.origin)
+        assert like is not None
         emitted = self.c.rows.emit_node(inner, compute_dtype(self.inner.x), like)
         return kept * Poly.atom(self._place(emitted))
 

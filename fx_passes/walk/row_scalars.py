@@ -263,10 +263,10 @@ class RowScalars:
         for atom, power in below:
             for _ in range(power):
                 result = self._over(result, self._as_factor(atom, dtype))
-        rows = next((atom for atom, _ in above if atom in self.zero_outside), None)
-        if rows is None or not isinstance(result, Node) or len(monomial) == 1:
-            return result
-        return self._zero_where_zero(rows, result)
+        if isinstance(result, Node) and len(monomial) > 1:
+            for rows in (atom for atom, _ in above if atom in self.zero_outside):
+                result = self._zero_where_zero(rows, result)
+        return result
 
     def _zero_where_zero(self, rows: Node, product: Node) -> Node:
         """`product`, and 0 in the rows where its factor `rows` is 0, whatever the other factors are there."""

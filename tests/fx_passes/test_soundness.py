@@ -551,3 +551,19 @@ def test_right_or_refused(case: Program) -> None:
             torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
             continue
         harness.no_worse_than_eager(a, e, t, e.dtype, "value" if at == 0 else "gradient")
+
+
+def test_verify_would_have_seen_a_row_without_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose factor is zero are among the data of verify=True: the fault of the first class, put back."""
+    from fx_passes.walk.gradient import _Packer
+    from slime_compile import reports
+
+    monkeypatch.setattr(
+        _Packer, "_constant_part", lambda self, e, f, center: self._cell(e + center)
+    )
+    torch._dynamo.reset()
+    x, target, keep = logits(), tokens(), some().float()
+    options = {**harness.OPTIONS, "verify": True}
+    compiled = torch.compile(smoothing_and_a_square, backend="slime_fused", options=options)
+    compiled(x, target, keep).sum().backward()
+    assert "verify=True: output" in str(reports()[-1])
