@@ -93,5 +93,5 @@ def _random(node: Node) -> Any:
 def _special(values: torch.Tensor) -> None:
     """Zeros and repetitions in place, for `_random`."""
     rows = values.view(-1, values.shape[-1]) if values.dim() > 1 else values.view(-1, 1)
-    rows[torch.rand(rows.shape[0], device=rows.device) < 0.3] = 0
+    rows[torch.randperm(rows.shape[0], device=rows.device)[: -(-rows.shape[0] // 3)]] = 0
     rows[7::7] = rows[6:-1:7]
