@@ -15,7 +15,12 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from fx_passes.graph.facts import ranks_of
 
 # A few roundings, far below any wrong coefficient.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+_TOLERANCE: dict[torch.dtype | None, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 6e-2,
+}
 
 
 class _AlikeRanks(Interpreter):
@@ -32,24 +37,29 @@ class _AlikeRanks(Interpreter):
         raise NotImplementedError(f"verify=True cannot run {target}")
 
 
-def mismatch(before: Graph, after: Graph, module: torch.nn.Module) -> str | None:
-    """Why the two graphs do not compute the same, or None if they do."""
+def mismatch(
+    before: Graph, after: Graph, module: torch.nn.Module, narrow: torch.dtype | None = None
+) -> str | None:
+    """Why the two graphs do not compute the same, or None if they do.
+
+    `narrow`: a dtype that values between are rounded to, other than those of the outputs.
+    """
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = [_random(node) for node in before.find_nodes(op="placeholder")]
         wanted = _run(before, module, inputs)
         found = _run(after, module, inputs)
-        return _first_difference(wanted, found)
+        return _first_difference(wanted, found, _TOLERANCE.get(narrow, 0.0))
 
 
-def _first_difference(wanted: list[Any], found: list[Any]) -> str | None:
+def _first_difference(wanted: list[Any], found: list[Any], least: float) -> str | None:
     for at, (want, have) in enumerate(zip(wanted, found, strict=True)):
         if not isinstance(want, torch.Tensor):
             continue
         if want.dtype != have.dtype or want.shape != have.shape:
             return f"output {at} was {want.dtype} {list(want.shape)}, is {have.dtype} {list(have.shape)}"
         error = _error(want, have)
-        if not error <= _TOLERANCE.get(want.dtype, 0.0):
+        if not error <= max(_TOLERANCE.get(want.dtype, 0.0), least):
             return f"output {at} differs by {error:.1e} of its row's largest element"
     return None
 

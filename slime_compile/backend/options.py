@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
 from slime_compile.torch_private import inductor_config
 
@@ -19,6 +20,8 @@ Inner = Literal["inductor", "aot_eager"]
 
 ENVIRONMENT_PREFIX = "SLIME_FUSED_"
 INDUCTOR_PREFIX = "inductor."
+MIB = 1 << 20
+_LEAST = {"min_vocab": 2, "chunk_mib": 0}
 _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -35,6 +38,10 @@ class Options:
         consume_logits: the gradient may be written over logits that the caller passed in (never over a leaf).
         merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
         check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
+        lm_head: logits that a matmul in the graph makes are made in chunks, and never whole.
+        chunk_mib: MiB of a chunk of logits; 0 for an eighth of them, at least 32 MiB and at most 512 MiB.
+        grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
+            may be and keeps little, "always" where it may be, "never".
         inductor: inductor's own settings by their names (`inductor.<name>` keys).
     """
 
@@ -46,6 +53,9 @@ class Options:
     consume_logits: bool = False
     merge_collectives: bool = True
     check_ranks: bool = False
+    lm_head: bool = True
+    chunk_mib: int = 0
+    grad_in_forward: InForward = "auto"
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -88,6 +98,10 @@ class Options:
             merge_collectives=self.merge_collectives,
         )
 
+    def linear_config(self) -> LinearConfig:
+        """The part that the pass over heads reads."""
+        return LinearConfig(self.chunk_mib * MIB, self.verify, self.grad_in_forward)
+
 
 def known_options() -> tuple[str, ...]:
     """The names a user may give, apart from `inductor.<name>`."""
@@ -119,8 +133,9 @@ def _checked(name: str, value: Any, shown: str) -> Any:
             f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}) "
             f"should be {valid.__name__}; known options are {_known_text()}"
         )
-    if name == "min_vocab" and int(value) < 2:
-        raise RuntimeError(f"Option {shown} must be at least 2, got {value}")
+    least = _LEAST.get(name)
+    if least is not None and int(value) < least:
+        raise RuntimeError(f"Option {shown} must be at least {least}, got {value}")
     return value
 
 

@@ -18,6 +18,7 @@ import fx_passes
 from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
 from fx_passes.graph.user_lines import source_of
+from fx_passes.linear import linear
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
@@ -94,6 +95,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
     def edit() -> None:
         _trace("slime_fused_before", graph)
         found = fx_passes.fuse(graph, options.fuse_config())
+        if options.lm_head:
+            found = linear(graph, options.linear_config()).added_to(found)
         nodes = fused_nodes(graph)
         part = describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
@@ -134,14 +137,17 @@ def _trace(name: str, graph: Graph) -> None:
     )
 
 
+_STATISTICS = (ops.row_stats, ops.linear_row_stats, ops.linear_row_both)
+
+
 def fused_nodes(graph: Graph) -> list[Node]:
-    packets = (ops.row_stats, ops.row_grad, ops.row_grad_)
+    packets = (*_STATISTICS, ops.row_grad, ops.row_grad_, ops.linear_row_grad)
     return [n for n in graph.nodes if n.op == "call_function" and n.target in packets]
 
 
 def set_region(nodes: Sequence[Node], region: str) -> None:
     """The report's text as the region of the first node, preferably of one with statistics; "" of the others."""
-    first = next((n for n in nodes if n.target is ops.row_stats), nodes[0])
+    first = next((n for n in nodes if n.target in _STATISTICS), nodes[0])
     for node in nodes:
         node.args = (*node.args[:-1], region if node is first else "")
 

@@ -4,9 +4,10 @@ Entry point: `estimate_peak(fn, *args)`. The function is compiled as the backend
 fake tensors: its forward and backward graphs run operator by operator, every value lives until its last use, and
 torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
 
-Not counted: what an operator takes for itself while it runs (buffers for a chunk of rows on the CPU, a few MiB a
-thread), what the allocator rounds up to, and what code generation saves beyond our pass: of operators that were not
-fused, inductor may keep fewer values than their graph has.
+Counted too: the chunk of logits that an operator over chunks holds while it runs. Not counted: what the row operators
+take for themselves (on the CPU without a compiler buffers for a chunk of rows, a few MiB a thread), what the allocator
+rounds up to, and what code generation saves beyond our pass: of operators that were not fused, inductor may keep fewer
+values than their graph has.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
+from slime_compile.dry_run.scratch import Scratch
 from slime_compile.torch_private import (
     FakeTensorMode,
     MemTracker,
@@ -81,7 +83,7 @@ def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimat
             compiled = compile_interpreted(gm, example_inputs, chosen, record)
 
         def tracked(*inputs: Any) -> Any:
-            with tracker:
+            with tracker, Scratch():
                 return compiled(*inputs)
 
         return tracked
@@ -103,7 +105,7 @@ def measure(
         outputs = run(*fakes)
         forward = _total(tracker, "peak")
         if torch.is_grad_enabled():
-            with tracker:
+            with tracker, Scratch():
                 gradients = _gradients(outputs, [t for t in held if t.requires_grad])
             del gradients
         return Estimate(inputs, max(forward, inputs), max(_total(tracker, "peak"), inputs))

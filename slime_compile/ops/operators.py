@@ -97,7 +97,7 @@ def _fake_row_grad_(
 # ---- dispatch -----------------------------------------------------------------------------------------------------
 
 
-class _Kernels(Protocol):
+class Kernels(Protocol):
     """What `reference.py`, `cpu.py` and `cuda.py` offer: the operators without `region`, arguments checked."""
 
     def row_stats(
@@ -127,17 +127,17 @@ class _Kernels(Protocol):
 
 
 @cache
-def _cuda_kernels() -> _Kernels:
+def _cuda_kernels() -> Kernels:
     if importlib.util.find_spec("triton") is None:
-        return cast(_Kernels, reference)
-    return cast(_Kernels, importlib.import_module("slime_compile.ops.cuda"))
+        return cast(Kernels, reference)
+    return cast(Kernels, importlib.import_module("slime_compile.ops.cuda"))
 
 
-def _kernels(x: Tensor) -> _Kernels:
+def kernels_of(x: Tensor) -> Kernels:
     if x.device.type == "cpu":
-        return cast(_Kernels, cpu)
+        return cast(Kernels, cpu)
     if x.dtype == torch.float64:
-        return cast(_Kernels, reference)
+        return cast(Kernels, reference)
     return _cuda_kernels()
 
 
@@ -154,7 +154,7 @@ def _row_stats(
 ) -> Stats:
     check_stats(x, scale)
     on_call(region)
-    return _kernels(x).row_stats(x, scale, factor, mean, total)
+    return kernels_of(x).row_stats(x, scale, factor, mean, total)
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def _row_grad(
     check_grad(x, terms, affine, index, weight, softmax)
     check_result_dtype(dtype)
     on_call(region)
-    return _kernels(x).row_grad(x, terms, affine, index, weight, softmax, dtype)
+    return kernels_of(x).row_grad(x, terms, affine, index, weight, softmax, dtype)
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def _row_grad_(
     check_grad(x, terms, affine, index, weight, softmax)
     check_writable(x)
     on_call(region)
-    _kernels(x).row_grad_(x, terms, affine, index, weight, softmax)
+    kernels_of(x).row_grad_(x, terms, affine, index, weight, softmax)
     # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.
     torch.autograd.graph.increment_version(x)
 

@@ -32,7 +32,7 @@ DATA = ("plain", "hard")
 
 OPTIONS: dict[str, Any] = {"inner": "aot_eager", "min_vocab": MIN_VOCAB, "strict": True}
 PLAIN = "aot_eager_decomp_partition"  # the same decompositions and partitioner, without our pass
-LEAVES = ("logits", "reference", "hidden", "weight")
+LEAVES = ("logits", "reference", "hidden", "weight", "turned_weight", "bias")
 Lead = tuple[int, ...]  # the leading sizes, [N] or [B, S]
 
 SMALLER = (torch.float16, torch.bfloat16, torch.float32)
@@ -234,6 +234,8 @@ def _drift(lead: Lead, draw: torch.Generator) -> Tensor:
 MAKERS: dict[str, Callable[[Lead, torch.Generator], Tensor]] = {
     "hidden": lambda lead, draw: torch.randn(*lead, HIDDEN, generator=draw),
     "weight": lambda lead, draw: torch.randn(VOCAB, HIDDEN, generator=draw),
+    "turned_weight": lambda lead, draw: torch.randn(HIDDEN, VOCAB, generator=draw),
+    "bias": lambda lead, draw: torch.randn(VOCAB, generator=draw),
     "target": lambda lead, draw: torch.randint(VOCAB, lead, generator=draw),
     "ignored_target": _ignored_target,
     "mask": _mask,

@@ -1,0 +1,298 @@
+"""`linear`: the pass after `fuse`. Logits that only fused operators read, and that a matmul makes, are never whole.
+
+    linear       looks at every matmul whose result has statistics, rewrites or says why not
+    head         the matmul: hidden, weight, bias
+    readers      who reads the logits, through which moves of rows
+    gradients    where the gradient of the logits goes
+    rewrite      the new operators in the place of the old nodes
+    chunks       how large a chunk is
+
+A graph with none of it stays as it was, and so does a head with a reader that needs the logits, with that reader's
+line. Decisions depend on the graph and the configuration alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+from fx_passes.graph.aliases import changed_inputs
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import byte_count, shape_of, value
+from fx_passes.graph.order import tidy
+from fx_passes.graph.user_lines import source_of
+from fx_passes.linear.chunks import SHARE, Sizes
+from fx_passes.linear.gradients import Products, products_of
+from fx_passes.linear.head import Head, Refused, head_of, is_head
+from fx_passes.linear.in_forward import NotInForward
+from fx_passes.linear.readers import (
+    Readers,
+    descendants,
+    has_statistics,
+    origin_of,
+    readers_of,
+    rows_of,
+)
+from fx_passes.linear.rewrite import Rewrite
+from fx_passes.outcome import Outcome, Rejection
+from fx_passes.verify import mismatch
+
+__all__ = ["Chunked", "LinearOutcome", "linear"]
+
+fused = torch.ops.slime_fused
+
+ROWS_UNKNOWN = 1 << 16  # what a symbolic number of rows counts as: the next call may have so many
+
+
+InForward = Literal["auto", "always", "never"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """Logits that are never whole.
+
+    Attributes:
+        source: the user's line of the matmul.
+        shape: of all logits, symbolic sizes as text.
+        dtype: of the logits.
+        forward, backward: [rows, columns] of a chunk for the sizes that the graph was traced with; backward is None
+            where no gradient is made.
+        waits: why the gradient waits for backward; nothing where it is taken in forward.
+        saved_bytes: of logits that backward would have read.
+        nodes: targets and lines of the user's nodes that are gone.
+    """
+
+    source: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None
+    waits: str
+    saved_bytes: int
+    nodes: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        shape = f"[{', '.join(map(str, self.shape))}]"
+        where = f" at {self.source}" if self.source else ""
+        said = f"the logits {shape}{where} are never whole: chunks of {_by(self.forward)}"
+        if self.backward is None:
+            return said
+        if not self.waits:
+            return f"{said}, whose gradient is taken in forward"
+        again = f" and {_by(self.backward)} in backward" if self.backward != self.forward else ""
+        return f"{said}{again}; the gradient is taken in backward: {self.waits}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearOutcome:
+    """What `linear` did; with `chunked == ()` the graph is exactly as it was."""
+
+    chunked: tuple[Chunked, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+
+    def added_to(self, outcome: Outcome) -> Outcome:
+        """`outcome` of `fuse` on the same graph, with what came after it."""
+        gone = {node for each in self.chunked for node in each.nodes}
+        kept = [r for r in outcome.rejections if (r.node, r.source) not in gone]
+        saved = sum(each.saved_bytes for each in self.chunked)
+        return dataclasses.replace(
+            outcome,
+            rejections=(*kept, *self.rejections),
+            saved_bytes_after=max(outcome.saved_bytes_after - saved, 0),
+            notes=(*outcome.notes, *(str(each) for each in self.chunked)),
+        )
+
+
+def _by(chunk: tuple[int, int]) -> str:
+    return " x ".join(f"{size:,}" for size in chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearConfig:
+    """What the pass is told.
+
+    Attributes:
+        chunk_bytes: of a chunk of logits; 0 for a share of all logits (`chunks.py`).
+        verify: rewrite a copy first, and the graph only if both compute the same on random data.
+        in_forward: take the gradient in forward where the graph shows that it may be; "auto": and where the sum over
+            chunks that this needs is no larger than a share of the logits.
+    """
+
+    chunk_bytes: int = 0
+    verify: bool = False
+    in_forward: InForward = "auto"
+
+
+def linear(graph: Graph, config: LinearConfig) -> LinearOutcome:
+    """Replace matmuls and the fused operators over their results by operators over chunks.
+
+    Args:
+        graph: a joint or inference graph that `fuse` has rewritten.
+        config: how large a chunk is, and when the gradient is taken.
+    """
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    if fake_mode is None or not graph.find_nodes(
+        op="call_function", target=fused.row_stats.default
+    ):
+        return LinearOutcome()
+    if not config.verify:
+        return _linear(graph, config, fake_mode)
+    trial = Graph()
+    output = trial.graph_copy(graph, val_map={}, return_output_node=True)
+    assert isinstance(output, tuple), graph
+    trial.output(output[0]).meta = dict(output[1].meta)
+    outcome = _linear(trial, config, fake_mode)
+    if not outcome.chunked:
+        return outcome
+    narrow = min((each.dtype for each in outcome.chunked), key=lambda dtype: dtype.itemsize)
+    reason = mismatch(graph, trial, graph.owning_module or torch.nn.Module(), narrow)
+    if reason is None:
+        return _linear(graph, config, fake_mode)
+    return LinearOutcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
+
+
+def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome:
+    chunked: list[Chunked] = []
+    rejections = _made_otherwise(graph, config.chunk_bytes)
+    for node in [n for n in graph.nodes if is_head(n) and has_statistics(n)]:
+        emit = Emitter(graph, fake_mode)
+        with graph.inserting_before(graph.output_node()):
+            try:
+                told = _rewritten(graph, node, emit, config)
+            except Refused as refused:
+                emit.discard()
+                rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
+                continue
+        if told is not None:
+            chunked.append(told)
+            tidy(graph)
+    graph.lint()
+    return LinearOutcome(tuple(chunked), tuple(rejections))
+
+
+def _rewritten(graph: Graph, node: Node, emit: Emitter, config: LinearConfig) -> Chunked | None:
+    """The rewrite of one matmul, done; None where its logits are no more than a chunk.
+
+    Raises:
+        Refused: before anything is edited.
+    """
+    sizes = sizes_of(node, config.chunk_bytes)
+    if sizes.whole:
+        return None
+    readers = readers_of(node)
+    tainted = descendants(readers.sizes)
+    for each in graph.nodes:
+        if each not in tainted:
+            emit.adopt(each)
+    head = head_of(node, emit)
+    if readers.grads:
+        _check_unchanged(graph, head)
+    products = {grad: _products(grad, head, emit) for grad in readers.grads}
+    rewrite = Rewrite(emit, head, config.chunk_bytes)
+    waits = _emit(rewrite, readers, products, sizes, config)
+    rewrite.sizes(readers.sizes)
+    told = _told(node, products, sizes, waits)
+    rewrite.commit()
+    return told
+
+
+def _emit(
+    rewrite: Rewrite,
+    readers: Readers,
+    products: dict[Node, Products],
+    sizes: Sizes,
+    config: LinearConfig,
+) -> str:
+    """Makes the new nodes; why the gradient waits for backward, or nothing if it is taken in forward."""
+    try:
+        grad, found = _single(products)
+        rewrite.both(readers, grad, found)
+        _check_pays(rewrite.head, found, sizes, config)
+    except NotInForward as reason:
+        rewrite.restart()
+        rewrite.forward(readers)
+        for grad, found in products.items():
+            rewrite.backward(grad, found)
+        return str(reason)
+    return ""
+
+
+def _single(products: dict[Node, Products]) -> tuple[Node, Products]:
+    if len(products) != 1:
+        raise NotInForward("there are several gradients" if products else "there is no gradient")
+    return next(iter(products.items()))
+
+
+def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConfig) -> None:
+    """Chunks of rows need a sum for the weight, which half precision keeps in float32 beside the gradient."""
+    if config.in_forward == "never":
+        raise NotInForward("the option says so")
+    if value(head.root).dtype == torch.float16:
+        raise NotInForward("float16 has no room for a gradient before the loss is scaled")
+    if "recompute" in head.root.meta:
+        raise NotInForward("the program wants it made again in backward (checkpoint)")
+    total = byte_count(head.weight.base) * 2 if sizes.itemsize == 2 and products.wanted[1] else 0
+    if config.in_forward == "auto" and total > sizes.bytes // SHARE:
+        mib = total / 2**20
+        raise NotInForward(f"that would keep a sum of {mib:,.0f} MiB, more than a chunk may have")
+
+
+def _check_unchanged(graph: Graph, head: Head) -> None:
+    """Backward makes the logits again, after what forward has written over inputs."""
+    changed = changed_inputs(graph)
+    if changed.intersection((head.hidden.base, head.weight.base, head.bias)):
+        reason = "the function changes in place what makes the logits, and backward would read it changed"
+        raise Refused(reason, head.root)
+
+
+def _products(grad: Node, head: Head, emit: Emitter) -> Products:
+    if origin_of(grad.args[0]) is not head.root:  # type: ignore[arg-type]
+        raise Refused("the gradient of some rows of the logits is made alone", grad)
+    return products_of(grad, head, emit)
+
+
+def sizes_of(node: Node, chunk_bytes: int) -> Sizes:
+    """Sizes of logits; a symbolic number of rows counts as many, a symbolic vocabulary by its hint."""
+    *lead, vocab = shape_of(node)
+    rows = 1
+    for size in lead:
+        rows *= size if isinstance(size, int) else ROWS_UNKNOWN
+    columns = vocab if isinstance(vocab, int) else int(vocab.node.hint or 0)
+    return Sizes(rows, max(columns, 1), value(node).dtype.itemsize, chunk_bytes)
+
+
+def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
+    """Logits that the graph makes from others, by something that no chunk can do alone."""
+    found: dict[Node, Rejection] = {}
+    for node in graph.find_nodes(op="call_function", target=fused.row_stats.default):
+        origin = rows_of(node.args[0])
+        if origin.op != "call_function" or is_head(origin) or sizes_of(origin, chunk_bytes).whole:
+            continue
+        reason = f"the logits come out of {origin.target}, not of a matmul, so they are made whole"
+        found[origin] = Rejection(reason, str(origin.target), source_of(origin))
+    return list(found.values())
+
+
+def _told(node: Node, products: dict[Node, Products], sizes: Sizes, waits: str) -> Chunked:
+    backward = None
+    gone = [node]
+    if products:
+        found = next(iter(products.values()))
+        columns = bool(waits) and sizes.by_columns(found.wanted)
+        backward = (sizes.rows, sizes.column_chunk) if columns else (sizes.row_chunk, sizes.vocab)
+        gone += [each for every in products.values() for each in every.nodes]
+    shape = tuple(s if isinstance(s, int) else str(s) for s in shape_of(node))
+    return Chunked(
+        source_of(node),
+        shape,
+        value(node).dtype,
+        (sizes.row_chunk, sizes.vocab),
+        backward,
+        waits,
+        byte_count(node) if products else 0,
+        tuple((str(each.target), source_of(each)) for each in gone),
+    )

@@ -1,0 +1,81 @@
+"""How logits [N, V] are cut into chunks: plain numbers, for the operators that cut and for the pass that tells of it.
+
+All logits are cut into eighths, where that leaves a chunk between 32 MiB and 512 MiB: less would starve the matmuls
+(on an H200, 8192 x 4096 x 128256 in bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows
+35.1 ms, and the matmul alone 32.7 ms), more would be memory for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHARE = 8
+MIN_BYTES, MAX_BYTES = 32 << 20, 512 << 20
+COLUMNS_MULTIPLE = 64  # keeps the rows of a chunk aligned, and the matmuls' tiles full
+COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever the sums cost
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Logits [rows, vocab] of `itemsize` bytes each; `limit` are the bytes of a chunk, 0 for the default."""
+
+    rows: int
+    vocab: int
+    itemsize: int
+    limit: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.vocab * self.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a chunk may have."""
+        return self.limit or min(max(self.bytes // SHARE, MIN_BYTES), MAX_BYTES)
+
+    @property
+    def row_chunk(self) -> int:
+        """Rows of a chunk of whole rows."""
+        return _even(self.rows, self.chunk_bytes // (self.vocab * self.itemsize))
+
+    @property
+    def column_chunk(self) -> int:
+        """Columns of a chunk of whole columns."""
+        fit = self.chunk_bytes // max(self.rows * self.itemsize, 1)
+        size = _even(self.vocab, fit)
+        aligned = -(-size // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
+        return min(aligned, self.vocab) if aligned <= fit else size
+
+    @property
+    def whole(self) -> bool:
+        """One chunk holds all logits."""
+        return self.row_chunk >= self.rows
+
+    def by_columns(self, wanted: Sequence[bool]) -> bool:
+        """Whether backward cuts columns: then hidden's gradient is a sum over chunks, instead of the weight's.
+
+        Only for half precision, where a sum takes a buffer in float32 beside the gradient, and where that of hidden
+        is smaller. In float32 the sum is the gradient itself. See NOTE [The same logits twice].
+
+        Args:
+            wanted: which of the gradients of hidden, weight and bias are made.
+        """
+        of_hidden, of_weight, _ = wanted
+        if self.itemsize > 2 or self.whole or self.column_chunk < min(COLUMNS_MIN, self.vocab):
+            return False
+        return (self.rows if of_hidden else 0) < (self.vocab if of_weight else 0)
+
+
+# NOTE [The same logits twice]
+# Backward makes the logits again. Where it multiplies the same rows by the same matrix as forward did, it gets the same
+# bits, and what is subtracted from them (a maximum, an expected value) is what was taken of them. Chunks of columns are
+# another matmul, whose rounding may differ: in float32 two temperatures' entropies had twice the error of eager code.
+# In half precision nearly all elements are rounded to the same number again; the others differ by one rounding, as
+# eager's do from the truth.
+
+
+def _even(total: int, fit: int) -> int:
+    """The size of the fewest equal pieces that fit."""
+    pieces = max(-(-total // max(fit, 1)), 1)
+    return -(-total // pieces)

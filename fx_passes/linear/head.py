@@ -1,0 +1,159 @@
+"""The matmul that makes logits: `mm`, `addmm`, a `bmm` over one matrix, or one of them plus a bias.
+
+Entry point: `head_of`. A matrix is known by the node that it comes from and by whether it is seen turned, so that the
+weight of forward and its transpose in backward are recognised as one, however often either was permuted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.graph.operators import RESHAPES
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm.default, aten.bmm.default}
+
+
+class Refused(Exception):
+    """Why logits stay whole, and the node at which that was found."""
+
+    def __init__(self, reason: str, node: Node) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The last two dimensions of `base`, turned or not."""
+
+    base: Node
+    turned: bool
+
+    @classmethod
+    def of(cls, node: Node, emit: Emitter) -> Matrix:
+        turned = False
+        node = emit.represents.get(node, node)
+        while node.op == "call_function" and (node.target in _SAME or turns(node)):
+            turned ^= node.target not in _SAME
+            inner = node.args[0]
+            assert isinstance(inner, Node), node
+            node = emit.represents.get(inner, inner)
+        return cls(node, turned)
+
+    @property
+    def t(self) -> Matrix:
+        return Matrix(self.base, not self.turned)
+
+    def emit(self, emit: Emitter) -> Node:
+        """The matrix as a node with two dimensions."""
+        node = self.base
+        if len(shape_of(node)) == 3:
+            node = emit.call(aten.squeeze.dim, node, 0)
+        return emit.call(aten.permute.default, node, [1, 0]) if self.turned else node
+
+
+_SAME = {aten.alias.default, aten.detach.default}
+
+
+def turns(node: Node) -> bool:
+    """Swaps the last two dimensions, and nothing else."""
+    rank = len(shape_of(node))
+    if node.target is aten.t.default:
+        return rank == 2
+    if node.target is aten.transpose.int:
+        return {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1}  # type: ignore[operator]
+    if node.target is not aten.permute.default or rank < 2:
+        return False
+    order = [dim % rank for dim in node.args[1]]  # type: ignore[operator, union-attr]
+    return order == [*range(rank - 2), rank - 1, rank - 2]
+
+
+@dataclass(frozen=True)
+class Head:
+    """`root` is `hidden @ weight.t() + bias`: [N, V], or [1, N, V] of a `bmm`, or [..., V] of a sum.
+
+    Attributes:
+        hidden: [N, D] or [1, N, D], as the program's matmul takes it.
+        weight: [V, D].
+        bias: [V], or [..., V] with ones.
+    """
+
+    root: Node
+    hidden: Matrix
+    weight: Matrix
+    bias: Node | None
+
+
+def is_head(node: Node) -> bool:
+    """A matmul, or a matmul that has no other reader than `node`, which adds something to it."""
+    return _parts(node) is not None
+
+
+def head_of(node: Node, emit: Emitter) -> Head:
+    """What the head `node` multiplies.
+
+    Raises:
+        Refused: several matrices, or a bias that is not one number per column.
+    """
+    parts = _parts(node)
+    assert parts is not None, node
+    product, bias = parts
+    operands: Any = product.args[1:] if product.target is aten.addmm.default else product.args
+    if len(shape_of(product)) == 3 and not same(shape_of(product)[0], 1):
+        raise Refused("a batch of matrices is multiplied, each by a matrix of its own", product)
+    if bias is not None and not _is_plain_bias(bias, node, product):
+        raise Refused("what is added to the matmul is not one number per column", node)
+    hidden, weight = operands[:2]
+    return Head(node, Matrix.of(hidden, emit), Matrix.of(weight, emit).t, bias)
+
+
+def _parts(node: Node) -> tuple[Node, Node | None] | None:
+    """The matmul, and what is added to it."""
+    if node.op != "call_function":
+        return None
+    if node.target in PRODUCTS:
+        return node, None
+    if node.target is aten.addmm.default:
+        return node, node.args[0]  # type: ignore[return-value]
+    if node.target is not aten.add.Tensor:
+        return None
+    left, right = node.args[:2]
+    for product, bias in ((left, right), (right, left)):
+        if isinstance(product, Node) and isinstance(bias, Node):
+            found = _alone(product, node)
+            if found is not None:
+                return found, bias
+    return None
+
+
+def _alone(node: Node, reader: Node) -> Node | None:
+    """The matmul without bias under views that `node` is, where nobody but `reader` sees it."""
+    while list(node.users) == [reader] and node.op == "call_function":
+        if node.target in PRODUCTS:
+            return node
+        if node.target not in RESHAPES or not _keeps_last(node):
+            return None
+        node, reader = node.args[0], node  # type: ignore[assignment]
+    return None
+
+
+def _keeps_last(node: Node) -> bool:
+    shape, inner = shape_of(node), shape_of(node.args[0])
+    return bool(shape) and same(shape[-1], inner[-1])
+
+
+def _is_plain_bias(bias: Node, node: Node, product: Node) -> bool:
+    """One number per column, added as it is."""
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return False
+    if len({value(each).dtype for each in (bias, node, product)}) > 1:
+        return False
+    *lead, columns = shape_of(bias) or (1,)
+    return all(same(size, 1) for size in lead) and same(columns, shape_of(node)[-1])

@@ -1,0 +1,445 @@
+"""Whether the gradient of logits can be taken in forward, while a chunk of them is there, and the program that does.
+
+Entry point: `in_forward`. Each row's coefficients of the gradient must follow from that row's own statistics and picked
+columns, from values that do not depend on these logits, and from one number that backward brings (the gradient of a
+scalar loss), of which they must be a multiple. Then the chunk's gradient is taken with 1 in the place of that number,
+and backward only multiplies: 6 instead of 8 products of rows x vocabulary x hidden. What follows from that number and
+not from the logits is computed once in the graph, for 1, whatever its shape.
+
+NOTE [Row programs]
+The arithmetic between statistics and coefficients is told to the operator as JSON, so that compiled code can be kept by
+torch's caches: a list of values, each one of
+
+    ["stat", s, k] ["pick", from, to]      statistic k of scale s, picked columns     [n, 1], [n, columns]
+    ["row", i] ["whole", i]                tensor i, rows of it or all of it          [n, ...], one element
+    ["rows", v, rest] ["expand", v, rest]  value v in another shape                   [n, *rest]
+    ["cast", v, dtype] ["cat", [v, ..], d] ["call", operator, args, kwargs]
+
+and the places of terms, affine, index and values among them. `slime_compile/ops/row_program.py` runs it on n rows at a
+time. Leading dimensions, [B, S] or [N], are one there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+from torch.fx import Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.graph.operators import CASTS, RESHAPES, TURNS
+from fx_passes.graph.order import ancestors
+from fx_passes.graph.user_lines import source_of
+from fx_passes.linear.readers import descendants
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_ZERO, _PLAIN, _MULTIPLE = "zero", "plain", "multiple"
+"""A constant 0; independent of backward's number; a multiple of it. 0 is either."""
+
+_SAME = RESHAPES | {aten.alias.default, aten.detach.default, aten.clone.default}
+
+
+class NotInForward(Exception):
+    """Why the gradient has to wait for backward."""
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """The program, its tensors as nodes that forward can compute, and backward's number."""
+
+    text: str
+    inputs: tuple[Node, ...]
+    tangent: Node
+
+
+def in_forward(
+    grad: Node,
+    stats: Mapping[Node, tuple[int, int]],
+    picks: Mapping[Node, tuple[int, int]],
+    rows: Any,
+    emit: Emitter,
+) -> RowProgram:
+    """The row program for the coefficients of `grad`, a `row_grad`.
+
+    Args:
+        stats: results of `row_stats`, each as (scale, statistic).
+        picks: gathers, each as columns [from, to) of what is picked.
+        rows: N, as a size.
+
+    Raises:
+        NotInForward: with the reason.
+    """
+    tangents = [n for n in grad.graph.find_nodes(op="placeholder") if _is_tangent(n)]
+    _, terms, affine, index, values, *_ = grad.args
+    wanted: list[Any] = [terms, affine, index, values]
+    above = ancestors(wanted) | set(wanted)
+    reached = [n for n in tangents if n in above]
+    if len(reached) != 1 or shape_of(reached[0]):
+        raise NotInForward("the gradient does not come from one scalar loss")
+    moving = descendants([*stats, *picks])
+    units = _Units(reached[0], descendants(tangents), emit)
+    builder = _Builder(stats, picks, moving, units, rows, emit)
+    results = [
+        builder.cells(terms, [_PLAIN] * 3 + [_MULTIPLE] * 2),  # type: ignore[arg-type]
+        builder.cells(affine, [_MULTIPLE]),  # type: ignore[arg-type]
+        builder.cells(index, [_PLAIN]),  # type: ignore[arg-type]
+        builder.cells(values, [_MULTIPLE]),  # type: ignore[arg-type]
+    ]
+    text = json.dumps({"values": builder.values, "results": results}, separators=(",", ":"))
+    return RowProgram(text, tuple(builder.inputs), reached[0])
+
+
+def _is_tangent(node: Node) -> bool:
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def _line(node: Node) -> str:
+    where = source_of(node)
+    return f"{node.target}{f' at {where}' if where else ''}"
+
+
+class _Builder:
+    def __init__(
+        self,
+        stats: Mapping[Node, tuple[int, int]],
+        picks: Mapping[Node, tuple[int, int]],
+        moving: set[Node],
+        units: _Units,
+        rows: Any,
+        emit: Emitter,
+    ) -> None:
+        self.stats, self.picks = stats, picks
+        self.moving, self.units = moving, units
+        self.rows = rows
+        self.emit = emit
+        self.values: list[Any] = []
+        self.inputs: list[Node] = []
+        self._places: dict[Node, int] = {}
+        self._degrees: list[str] = []
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def cells(self, node: Node, degrees: Sequence[str]) -> int:
+        """The place of `node`, whose last dimension's entries must be of the given degrees, in turn."""
+        packed = node
+        while packed.op == "call_function" and packed.target in RESHAPES:
+            packed = packed.args[0]  # type: ignore[assignment]
+        joined = packed.target is aten.cat.default
+        parts: Any = packed.args[0] if joined else [packed]
+        empty = any(same(size, 0) for size in shape_of(node))
+        for at, part in enumerate(parts):
+            found, wanted = self._degree(part), degrees[at % len(degrees)]
+            if not empty and found not in (_ZERO, wanted):
+                raise NotInForward(
+                    f"a coefficient is not a multiple of the loss's gradient: {_line(part)}"
+                )
+        return self.place(node)
+
+    def _degree(self, node: Node) -> str:
+        return self._degrees[self.place(node)]
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def place(self, node: Node) -> int:
+        if node not in self._places:
+            self._places[node] = self._placed(node)
+        return self._places[node]
+
+    def _add(self, step: list[Any], degree: str) -> int:
+        self.values.append(step)
+        self._degrees.append(degree)
+        return len(self.values) - 1
+
+    def _placed(self, node: Node) -> int:
+        if node in self.stats:
+            return self._add(["stat", *self.stats[node]], _PLAIN)
+        if node in self.picks:
+            return self._add(["pick", *self.picks[node]], _PLAIN)
+        if node not in self.moving:
+            return self._input(node, node)
+        if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
+            raise NotInForward(f"a coefficient depends on {_line(node)}")
+        return self._called(node)
+
+    def _input(self, node: Node, like: Node) -> int:
+        """A value that these logits and backward have no part in, in the rows of `like`."""
+        degree = self.units.degree(node)
+        node = self.units.of(node)
+        if _is_one_element(node):
+            return self._add(["whole", self._input_number(node)], degree)
+        rest = self._rest(node)
+        if rest is None:
+            if self._rest(like) is None:
+                raise NotInForward(f"a coefficient depends on other rows: {_line(like)}")
+            node = self.emit.expand(
+                self.emit.align(node, len(shape_of(like))), self.emit.sizes(like)
+            )
+            rest = self._rest(node)
+            assert rest is not None, node
+        sizes = self.emit.sizes(node)
+        flat = self.emit.reshape(node, [self._row_count(), *sizes[len(sizes) - len(rest) :]])
+        return self._add(["row", self._input_number(flat)], degree)
+
+    def _input_number(self, node: Node) -> int:
+        if node not in self.inputs:
+            self.inputs.append(node)
+        return self.inputs.index(node)
+
+    def _row_count(self) -> Any:
+        return self.rows if isinstance(self.rows, int) else self.emit.size_of(self.rows.node.expr)
+
+    def _rest(self, node: Node) -> tuple[Any, ...] | None:
+        """Sizes after those of the rows; None where `node` is not a value per row."""
+        count: Any = 1
+        shape = shape_of(node)
+        for at, size in enumerate(shape):
+            count = count * size
+            if same(count, self.rows):
+                return shape[at + 1 :]
+        return None
+
+    def _fixed_rest(self, node: Node) -> list[int]:
+        rest = self._rest(node)
+        if rest is None or not all(isinstance(size, int) for size in rest):
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        return list(rest)
+
+    # -- operators -------------------------------------------------------------------------------
+
+    def _called(self, node: Node) -> int:
+        target, first = node.target, node.args[0]
+        if target in _SAME or target is aten.expand.default:
+            assert isinstance(first, Node), node
+            return self._reshaped(node, first)
+        if target in CASTS:
+            at = self.place(first)  # type: ignore[arg-type]
+            return self._add(["cast", at, _name(value(node).dtype)], self._degrees[at])
+        if target is aten.cat.default:
+            return self._joined(node)
+        tags = getattr(target, "tags", ())
+        if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        return self._pointwise(node)
+
+    def _reshaped(self, node: Node, first: Node) -> int:
+        at = self.place(first)
+        if not shape_of(node) and not shape_of(first):
+            return at
+        step = "expand" if node.target is aten.expand.default else "rows"
+        if step == "rows":
+            self._fixed_rest(first)
+        elif shape_of(first) and len(shape_of(first)) != len(shape_of(node)):
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        elif shape_of(first):
+            self._fixed_rest(first)
+        return self._add([step, at, self._fixed_rest(node)], self._degrees[at])
+
+    def _joined(self, node: Node) -> int:
+        parts: Any = node.args[0]
+        rank = len(shape_of(node))
+        dim: Any = node.args[1] if len(node.args) > 1 else 0
+        kept = len(self._fixed_rest(node))
+        place = dim % rank - (rank - kept)
+        if place < 0:
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        places = [self._operand(part, node, joined=True) for part in parts]
+        degrees = {self._degrees[at] for at in places}
+        return self._add(["cat", places, place + 1], degrees.pop() if len(degrees) == 1 else _PLAIN)
+
+    def _pointwise(self, node: Node) -> int:
+        args = [self._argument(arg, node) for arg in node.args]
+        kwargs = {name: self._argument(arg, node) for name, arg in node.kwargs.items()}
+        step = ["call", str(node.target), args, kwargs]
+        return self._add(step, self._multiple(node))
+
+    def _argument(self, arg: Any, node: Node) -> Any:
+        if isinstance(arg, Node):
+            return {"value": self._operand(arg, node)}
+        if isinstance(arg, torch.dtype):
+            return {"dtype": _name(arg)}
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        raise NotInForward(f"an argument of {_line(node)} is no number")
+
+    def _operand(self, arg: Node, node: Node, joined: bool = False) -> int:
+        """The place of an operand whose rows are those of `node`."""
+        if not isinstance(value(arg), torch.Tensor):
+            raise NotInForward(f"a size is an operand of {_line(node)}")
+        if not shape_of(arg):
+            return self.place(arg)
+        if (
+            arg not in self.moving
+            and _is_one_element(arg)
+            and value(arg).dtype != value(node).dtype
+        ):
+            raise NotInForward(f"an operand of another dtype in {_line(node)}")
+        if not shape_of(node):
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        kept = self._fixed_rest(node)
+        if arg not in self.moving and not joined:
+            if self._rest(arg) is None or len(shape_of(arg)) != len(shape_of(node)):
+                return self._input(arg, node)
+            return self.place(arg)
+        rest = self._fixed_rest(arg)
+        if len(rest) != len(kept) or len(shape_of(arg)) != len(shape_of(node)):
+            raise NotInForward(f"rows are broadcast in {_line(node)}")
+        return self.place(arg)
+
+    # -- multiples -------------------------------------------------------------------------------
+
+    def _multiple(self, node: Node) -> str:
+        """The degree of a pointwise result.
+
+        Raises:
+            NotInForward: it is neither independent of backward's number nor a multiple of it.
+        """
+        return _degree_of_result(node, [self._degree_of(arg) for arg in node.args])
+
+    def _degree_of(self, arg: Any) -> str:
+        if not isinstance(arg, Node):
+            return _ZERO if isinstance(arg, int | float) and arg == 0 else _PLAIN
+        if _is_zero(arg):
+            return _ZERO
+        return self._degree(arg)
+
+
+class _Units:
+    """Values that follow from backward's number and not from the logits, computed with 1 in its place."""
+
+    def __init__(self, tangent: Node, moving: set[Node], emit: Emitter) -> None:
+        self.tangent = tangent
+        self.moving = moving
+        self.emit = emit
+        self._made: dict[Node, Node] = {}
+        self._degrees: dict[Node, str] = {tangent: _MULTIPLE}
+
+    def of(self, node: Node) -> Node:
+        if node not in self.moving:
+            return node
+        if node not in self._made:
+            if node is self.tangent:
+                made = self.emit.full([], 1.0, value(node).dtype, node)
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.of)
+                made = self.emit.call(node.target, *args, **kwargs)
+            self._made[node] = made
+        return self._made[node]
+
+    def degree(self, node: Any) -> str:
+        """Raises NotInForward where the value is no multiple of the number."""
+        if not isinstance(node, Node):
+            return _ZERO if isinstance(node, int | float) and node == 0 else _PLAIN
+        if node not in self.moving:
+            return _ZERO if _is_zero(node) else _PLAIN
+        if node not in self._degrees:
+            self._degrees[node] = self._found(node)
+        return self._degrees[node]
+
+    def _found(self, node: Node) -> str:
+        found = [self.degree(arg) for arg in node.args]
+        if node.target in _LINEAR and found[0] == _MULTIPLE:
+            return _MULTIPLE
+        return _degree_of_result(node, found)
+
+
+def _degree_of_result(node: Node, found: Sequence[str]) -> str:
+    """The degree of a pointwise result of operands of the degrees `found`."""
+    if _MULTIPLE not in found:
+        zero = node.target in _HOMOGENEOUS and _ZERO in found
+        return _ZERO if zero and _zero_result(node.target, found) else _PLAIN
+    rule = _HOMOGENEOUS.get(node.target)
+    if rule is None or not rule(node, found):
+        raise NotInForward(f"{_line(node)} is not linear in the loss's gradient")
+    return _PLAIN if node.target in _COMPARED else _MULTIPLE
+
+
+def _both(node: Node, found: Sequence[str]) -> bool:
+    """A sum of multiples."""
+    return _PLAIN not in found[:2]
+
+
+def _one(node: Node, found: Sequence[str]) -> bool:
+    """A product with one multiple."""
+    return found[:2].count(_MULTIPLE) == 1
+
+
+def _above(node: Node, found: Sequence[str]) -> bool:
+    return found[1] == _PLAIN
+
+
+def _alone(node: Node, found: Sequence[str]) -> bool:
+    return True
+
+
+def _chosen(node: Node, found: Sequence[str]) -> bool:
+    """One of two multiples, by a condition that is none."""
+    return found[0] != _MULTIPLE and _PLAIN not in found[1:]
+
+
+def _with_zero(node: Node, found: Sequence[str]) -> bool:
+    """A multiple compared with 0: no other than the number's being 0 changes that, and then all is 0."""
+    return found[1] == _ZERO
+
+
+_LINEAR: set[Any] = (
+    _SAME
+    | CASTS
+    | TURNS
+    | {
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.sum.dim_IntList,
+        aten.sum.default,
+    }
+)
+"""Multiples of the first operand where that is one, in any shape."""
+
+_COMPARED: set[Any] = {aten.eq.Scalar, aten.ne.Scalar}
+_HOMOGENEOUS: dict[Any, Any] = {
+    aten.add.Tensor: _both,
+    aten.sub.Tensor: _both,
+    aten.mul.Tensor: _one,
+    aten.mul.Scalar: _one,
+    aten.div.Tensor: _above,
+    aten.div.Scalar: _above,
+    aten.neg.default: _alone,
+    aten.where.self: _chosen,
+    **dict.fromkeys(_COMPARED, _with_zero),
+}
+
+
+def _zero_result(target: Any, found: Sequence[str]) -> bool:
+    if target in (aten.add.Tensor, aten.sub.Tensor):
+        return set(found[:2]) == {_ZERO}
+    if target is aten.where.self:
+        return set(found[1:]) == {_ZERO}
+    return target is aten.neg.default
+
+
+def _is_zero(node: Node) -> bool:
+    """A constant 0, under views."""
+    while node.op == "call_function" and (
+        node.target in _SAME or node.target is aten.expand.default
+    ):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.op != "call_function":
+        return False
+    if node.target is aten.full.default:
+        return bool(node.args[1] == 0)
+    return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)
+
+
+def _is_one_element(node: Node) -> bool:
+    return all(same(size, 1) for size in shape_of(node))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

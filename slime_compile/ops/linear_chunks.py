@@ -1,0 +1,304 @@
+"""The operators over `hidden @ weight.t() + bias` by chunks of logits, on the CPU and on CUDA.
+
+`linear_row_stats` and `linear_row_grad` compute what `linear_reference.py` says. At any time there is one chunk of
+logits, in a buffer that is made once: a matmul fills it, the row operators of the device read it or write the
+gradient over it, and matmuls take that on. Nothing waits for the device.
+
+Which chunks:
+
+    forward                rows, since statistics need whole rows
+    backward, by rows      hidden's gradient is complete after each chunk, the weight's is a sum over chunks
+    backward, by columns   the weight's gradient is complete after each chunk, hidden's is a sum over chunks
+
+The smaller sum wins; `fx_passes/linear/chunks.py` says how large a chunk is. A sum over chunks is kept in float32
+(float64 for float64): for narrower dtypes each chunk's share is rounded to the dtype once, by the matmul, and the sum
+once more at the end.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fx_passes.linear.chunks import Sizes
+from slime_compile.ops.operators import Kernels
+from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.row_program import Chunk, Coefficients
+
+__all__ = ["Head", "Statistics", "linear_row_both", "linear_row_grad", "linear_row_stats"]
+
+
+_BLOCK_ELEMENTS = 1 << 18  # 1 MiB in float32
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What forward takes of the logits: `max`, `log_sum`, and where read `mean`, `total`, for each scale and factor."""
+
+    scales: Sequence[Tensor | None]
+    factors: Sequence[float]
+    means: Sequence[bool]
+    totals: Sequence[bool]
+
+    def new(self, hidden: Tensor) -> Tensor:
+        """[S, 4, N, 1]."""
+        shape = [len(self.scales), 4, hidden.shape[0], 1]
+        return hidden.new_empty(shape, dtype=compute_dtype(hidden.dtype))
+
+    def take(self, kernels: Kernels, x: Tensor, at: slice, stats: Tensor) -> None:
+        """Writes the statistics of the chunk `x` of rows `at`."""
+        every = zip(self.scales, self.factors, self.means, self.totals, strict=True)
+        for k, (scale, factor, mean, total) in enumerate(every):
+            of_rows = scale[at] if scale is not None and scale.dim() else scale
+            found = kernels.row_stats(x, of_rows, factor, mean, total)
+            for into, each in zip(stats[k], found, strict=True):
+                into[at] = each
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes the logits: hidden [N, D], weight [V, D], bias [V] or None, all of one dtype."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def sizes(self, limit: int) -> Sizes:
+        """`limit` are the bytes of a chunk, 0 for the default."""
+        rows, vocab = self.hidden.shape[0], self.weight.shape[0]
+        return Sizes(rows, vocab, self.hidden.element_size(), limit)
+
+    def fill(self, out: Tensor, rows: slice, columns: slice) -> None:
+        """Writes logits[rows, columns] into out."""
+        hidden, weight = self.hidden[rows], self.weight[columns].t()
+        if self.bias is None:
+            torch.mm(hidden, weight, out=out)
+        else:
+            torch.addmm(self.bias[columns], hidden, weight, out=out)
+
+
+# ---- forward ------------------------------------------------------------------------------------------------------
+
+
+def linear_row_stats(
+    kernels: Kernels, head: Head, statistics: Statistics, index: Tensor, limit: int
+) -> tuple[Tensor, Tensor]:
+    """See `linear_reference.linear_row_stats`; `limit` are the bytes of a chunk, 0 for the default."""
+    stats, picked = statistics.new(head.hidden), head.hidden.new_empty(index.shape)
+    size = head.sizes(limit).row_chunk
+    buffer = head.hidden.new_empty([size, head.weight.shape[0]])
+    for at in _pieces(head.hidden.shape[0], size):
+        x = buffer[: at.stop - at.start]
+        head.fill(x, at, slice(None))
+        torch.gather(x, 1, index[at], out=picked[at])
+        statistics.take(kernels, x, at, stats)
+    return stats, picked
+
+
+def _pieces(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, max(size, 1)):
+        yield slice(start, min(start + size, total))
+
+
+def stats_scratch(head: Head, limit: int) -> list[Tensor]:
+    """What forward holds beside its results: the buffer."""
+    return [head.hidden.new_empty([head.sizes(limit).row_chunk, head.weight.shape[0]])]
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------
+
+
+def linear_row_grad(
+    kernels: Kernels,
+    head: Head,
+    coefficients: tuple[Tensor, Tensor, Tensor, Tensor],
+    wanted: Sequence[bool],
+    transposed: bool,
+    limit: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `linear_reference.linear_row_grad`; `coefficients` are terms, affine, index, values."""
+    sizes = head.sizes(limit)
+    if sizes.by_columns(wanted):
+        return _by_column_chunks(
+            kernels, head, coefficients, wanted, transposed, sizes.column_chunk
+        )
+    return _by_row_chunks(kernels, head, coefficients, wanted, transposed, sizes.row_chunk)
+
+
+def linear_row_both(
+    kernels: Kernels,
+    head: Head,
+    statistics: Statistics,
+    index: Tensor,
+    inputs: Sequence[Tensor],
+    program: Callable[[Chunk], Coefficients],
+    wanted: Sequence[bool],
+    transposed: bool,
+    limit: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `linear_reference.linear_row_both`: each chunk's gradient is taken while its logits are there."""
+    stats, picked = statistics.new(head.hidden), head.hidden.new_empty(index.shape)
+    size = head.sizes(limit).row_chunk
+    pieces = list(_pieces(head.hidden.shape[0], size))
+    sums = _Gradients(head, wanted, transposed, len(pieces))
+    buffer = head.hidden.new_empty([size, head.weight.shape[0]])
+    for at in pieces:
+        x = buffer[: at.stop - at.start]
+        head.fill(x, at, slice(None))
+        torch.gather(x, 1, index[at], out=picked[at])
+        statistics.take(kernels, x, at, stats)
+        coefficients = program(Chunk(at, stats[:, :, at], picked[at], inputs))
+        kernels.row_grad_(x, *coefficients, False)
+        sums.add(x, at)
+    return stats, picked, *sums.result()
+
+
+def both_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]:
+    """What `linear_row_both` holds beside its results: the buffer, and a sum for the weight in half precision."""
+    sizes, wide = head.sizes(limit), compute_dtype(head.weight.dtype)
+    made = [head.hidden.new_empty([sizes.row_chunk, head.weight.shape[0]])]
+    if wanted[1] and wide != head.weight.dtype and not sizes.whole:
+        made.append(head.weight.new_empty(head.weight.shape, dtype=wide))
+    return made
+
+
+def grad_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]:
+    """What backward holds beside its results: the buffer, and a sum in float32 where the gradient is narrower."""
+    sizes, (rows, vocab) = head.sizes(limit), (head.hidden.shape[0], head.weight.shape[0])
+    by_columns = sizes.by_columns(wanted)
+    cut = [rows, sizes.column_chunk] if by_columns else [sizes.row_chunk, vocab]
+    made = [head.hidden.new_empty(cut)]
+    summed = head.hidden if by_columns else head.weight
+    wide = compute_dtype(summed.dtype)
+    if wanted[0 if by_columns else 1] and wide != summed.dtype and not sizes.whole:
+        made.append(summed.new_empty(summed.shape, dtype=wide))
+    return made
+
+
+class _Sum:
+    """A matrix that is the sum of one product per chunk, or the only product."""
+
+    def __init__(self, out: Tensor, chunks: int) -> None:
+        self.out = out
+        wide = compute_dtype(out.dtype)
+        self.total = out if wide == out.dtype else out.new_zeros(out.shape, dtype=wide)
+        self.first = True
+        self.alone = chunks <= 1
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        if self.alone:
+            torch.mm(left, right, out=self.out)
+        elif self.total is self.out:
+            self.total.addmm_(left, right, beta=0 if self.first else 1)
+        else:
+            torch.mm(left, right, out=self.out)
+            for total, share in zip(*map(_blocks, (self.total, self.out)), strict=True):
+                total.add_(share)
+        self.first = False
+
+    def result(self) -> Tensor:
+        if self.first:  # no chunk at all
+            return self.out.zero_()
+        if not self.alone and self.total is not self.out:
+            self.out.copy_(self.total)
+        return self.out
+
+
+def _blocks(matrix: Tensor) -> Sequence[Tensor]:
+    """Rows at a time on the CPU, where an addend of another dtype is converted whole first; else all of them."""
+    if matrix.device.type != "cpu" or matrix.shape[1] == 0:
+        return [matrix]
+    return matrix.split(max(_BLOCK_ELEMENTS // matrix.shape[1], 1))
+
+
+def _by_row_chunks(
+    kernels: Kernels,
+    head: Head,
+    coefficients: tuple[Tensor, Tensor, Tensor, Tensor],
+    wanted: Sequence[bool],
+    transposed: bool,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocab = head.hidden.shape[0], head.weight.shape[0]
+    pieces = list(_pieces(rows, size))
+    sums = _Gradients(head, wanted, transposed, len(pieces))
+    buffer = head.hidden.new_empty([size, vocab])
+    for at in pieces:
+        x = buffer[: at.stop - at.start]
+        head.fill(x, at, slice(None))
+        terms, affine, index, values = (each[at] for each in coefficients)
+        kernels.row_grad_(x, terms, affine, index, values, softmax=False)
+        sums.add(x, at)
+    return sums.result()
+
+
+class _Gradients:
+    """The gradients of hidden, weight and bias, from chunks of rows of the gradient of logits."""
+
+    def __init__(self, head: Head, wanted: Sequence[bool], transposed: bool, chunks: int) -> None:
+        of_hidden, of_weight, of_bias = wanted
+        self.head, self.wanted, self.transposed = head, wanted, transposed
+        weight = head.weight.t() if transposed else head.weight
+        self.hidden = _empty_like(head.hidden, of_hidden)
+        self.weight = _Sum(_empty_like(weight, of_weight), chunks)
+        self.bias = _bias_sum(head.hidden, head.weight.shape[0] if of_bias else 0)
+
+    def add(self, x: Tensor, at: slice) -> None:
+        of_hidden, of_weight, of_bias = self.wanted
+        hidden = self.head.hidden[at]
+        if of_hidden:
+            torch.mm(x, self.head.weight, out=self.hidden[at])
+        if of_weight and self.transposed:
+            self.weight.add(hidden.t(), x)
+        elif of_weight:
+            self.weight.add(x.t(), hidden)
+        if of_bias:
+            self.bias.add_(x.sum(0, dtype=self.bias.dtype))
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hidden, self.weight.result(), self.bias.to(self.head.hidden.dtype)
+
+
+def _by_column_chunks(
+    kernels: Kernels,
+    head: Head,
+    coefficients: tuple[Tensor, Tensor, Tensor, Tensor],
+    wanted: Sequence[bool],
+    transposed: bool,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_hidden, of_weight, of_bias = wanted
+    hidden, weight = head.hidden, head.weight
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    terms, affine, index, values = coefficients
+    pieces = list(_pieces(vocab, size))
+    grad_hidden = _Sum(_empty_like(hidden, of_hidden), len(pieces))
+    grad_weight = _empty_like(weight.t() if transposed else weight, of_weight)
+    grad_bias = hidden.new_empty(vocab if of_bias else 0)
+    buffer = hidden.new_empty(rows * size)
+    shifted = torch.empty_like(index, memory_format=torch.contiguous_format)
+    for at in pieces:
+        x = buffer[: rows * (at.stop - at.start)].view(rows, at.stop - at.start)
+        head.fill(x, slice(None), at)
+        # a column of another chunk is outside this one, where it matches nothing
+        torch.sub(index, at.start, out=shifted)
+        kernels.row_grad_(x, terms, affine, shifted, values, softmax=False)
+        if of_hidden:
+            grad_hidden.add(x, weight[at])
+        if of_weight and transposed:
+            torch.mm(hidden.t(), x, out=grad_weight[:, at])
+        elif of_weight:
+            torch.mm(x.t(), hidden, out=grad_weight[at])
+        if of_bias:
+            torch.sum(x, 0, out=grad_bias[at])
+    return grad_hidden.result(), grad_weight, grad_bias
+
+
+def _empty_like(tensor: Tensor, made: bool) -> Tensor:
+    """A contiguous tensor of the same shape, or one without elements."""
+    return tensor.new_empty(tensor.shape if made else [0])
+
+
+def _bias_sum(hidden: Tensor, vocab: int) -> Tensor:
+    return hidden.new_zeros(vocab, dtype=compute_dtype(hidden.dtype))

@@ -1,0 +1,305 @@
+"""Logits that a matmul in the graph makes are never whole: values, gradients, graph, report; and what refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph
+
+import slime_compile
+from fx_passes.linear import LinearConfig, chunks, linear
+from slime_compile.backend import inductor, interpreted, options, passes
+from tests.cases.heads import HEADS, values_of
+from tests.cases.spellings import Outputs, Spelling
+from tests.support import harness
+from tests.support.harness import HIDDEN, ROWS, VOCAB
+
+CHUNK = 2 * VOCAB  # elements: two rows, so that all logits are several chunks, the last one ragged
+MATMULS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option counts bytes, and chunks of any number of columns are allowed."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(options, "MIB", 1)
+    monkeypatch.setattr(chunks, "COLUMNS_MIN", 1)
+    monkeypatch.setattr(chunks, "COLUMNS_MULTIPLE", 1)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The joint and inference graphs after the passes."""
+    found: list[Graph] = []
+    run = passes.run_fuse
+
+    def spy(graph: Graph, *args: Any) -> None:
+        run(graph, *args)
+        found.append(graph)
+
+    for caller in (interpreted, inductor):
+        monkeypatch.setattr(caller, "run_fuse", spy)
+    return found
+
+
+def compiled(fn: Callable[..., Any], itemsize: int = 4, **more: Any) -> Callable[..., Any]:
+    chosen = harness.OPTIONS | {"chunk_mib": CHUNK * itemsize, "grad_in_forward": "never"} | more
+    dynamic = chosen.pop("dynamic", False)
+    made: Callable[..., Any] = torch.compile(
+        fn, backend="slime_fused", options=chosen, dynamic=dynamic
+    )
+    return made
+
+
+def full_logits(graph: Graph) -> list[str]:
+    """Floating values with a vocabulary and several rows, other than the weight, its views and its gradients."""
+    found = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or value.dim() < 2:
+            continue
+        wide = VOCAB in (value.shape[-1], value.shape[-2]) and HIDDEN not in value.shape
+        if wide and value.dtype.is_floating_point and value.numel() > VOCAB:
+            found.append(node.name)
+    return found
+
+
+def last_report() -> dict[str, Any]:
+    return slime_compile.reports()[-1].to_dict()
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    return [note for graph in report["graphs"] for note in graph["notes"]]
+
+
+# ---- what is never whole ------------------------------------------------------------------------------------------
+
+CASES = [
+    pytest.param(row, dtype, id=f"{row.name}-{str(dtype).removeprefix('torch.')}")
+    for row in HEADS
+    for dtype in row.dtypes
+]
+
+
+@pytest.mark.parametrize(("row", "dtype"), CASES)
+def test_head(row: Spelling, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    harness.prepare(row)
+    function = compiled(row.fn, dtype.itemsize, chunk_mib=CHUNK * dtype.itemsize)
+    harness.compare(function, row, dtype, data=row.data)
+    report = last_report()
+    assert report["fused"] == row.fused, report["rejections"]
+    assert sum("are never whole" in note for note in notes(report)) == row.fused // 2
+    assert report["rejections"] == []
+    assert not full_logits(graphs[-1])
+
+
+@pytest.mark.parametrize("row", HEADS, ids=str)
+def test_head_without_gradient(row: Spelling, graphs: list[Graph]) -> None:
+    with torch.no_grad():
+        harness.prepare(row)
+        inputs = harness.make_inputs(row, torch.float32, 0)
+        got, want = compiled(row.fn)(*inputs), row.fn(*inputs)
+    for mine, eager in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, eager)
+    assert not full_logits(graphs[-1])
+    assert last_report()["fused"] == row.fused // 2
+
+
+ANY_ROWS = (
+    "bias_of_sequences",
+    "einsum",
+    "cross_entropy",
+    "temperature_of_each_sequence",
+    "shifted",
+)
+
+
+@pytest.mark.parametrize("row", [row for row in HEADS if row.name in ANY_ROWS], ids=str)
+def test_head_with_any_number_of_rows(
+    row: Spelling, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of rows is symbolic, and the next call has another."""
+    harness.prepare(row)
+    function = compiled(row.fn, dynamic=True)
+    harness.compare(function, row, torch.float32, data=row.data, draws=2)
+    made = len(graphs)
+    harness.compare(function, row, torch.float32, data=row.data, draws=2, rows=ROWS + 4)
+    assert len(graphs) == made
+    assert not full_logits(graphs[-1])
+
+
+@pytest.mark.parametrize("name", ["linear_with_bias", "shifted", "einsum", "policy"])
+def test_head_under_inductor(name: str) -> None:
+    row = next(row for row in HEADS if row.name == name)
+    harness.prepare(row)
+    function = compiled(row.fn, inner="inductor")
+    harness.compare(function, row, torch.float32, data=row.data, draws=2)
+    assert last_report()["fused"] == row.fused
+
+
+def test_autocast() -> None:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(hidden, weight)
+        return values_of(logits.float(), target)
+
+    hidden, weight, target = example()
+    got = compiled(loss, 2)(hidden, weight, target)
+    want = loss(hidden, weight, target)
+    for mine, eager in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-2, atol=1e-2)
+    mine = torch.autograd.grad(got[0].sum() + got[1].sum(), (hidden, weight))
+    eager = torch.autograd.grad(want[0].sum() + want[1].sum(), (hidden, weight))
+    for one, other in zip(mine, eager, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert "are never whole" in notes(last_report())[0]
+
+
+def example(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, HIDDEN, generator=draw).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw).requires_grad_()
+    return hidden, weight, torch.randint(VOCAB, (rows,), generator=draw)
+
+
+def head_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(hidden @ weight.t(), target)
+
+
+# ---- what the report says -----------------------------------------------------------------------------------------
+
+
+def test_report_has_the_chunks() -> None:
+    compiled(head_loss)(*example(rows=8))
+    report = last_report()
+    (note,) = notes(report)
+    assert note.startswith("the logits [8, 37] at ")
+    assert "are never whole: chunks of 2 x 37; the gradient is taken in backward: " in note
+    assert report["saved_bytes_after"] == 0
+
+
+def test_verified() -> None:
+    compiled(head_loss, verify=True)(*example())
+    assert "are never whole" in notes(last_report())[0]
+
+
+# ---- what stays ---------------------------------------------------------------------------------------------------
+
+
+def test_switched_off(graphs: list[Graph]) -> None:
+    compiled(head_loss, lm_head=False)(*example())
+    assert full_logits(graphs[-1])
+    assert notes(last_report()) == []
+
+
+def test_logits_that_are_one_chunk_stay(graphs: list[Graph]) -> None:
+    """Made again in backward, they would take longer and no less memory."""
+    compiled(head_loss, chunk_mib=4 * ROWS * VOCAB)(*example())
+    assert full_logits(graphs[-1])
+    assert notes(last_report()) == []
+
+
+def _argmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return *values_of(logits, target), logits.argmax(-1)
+
+
+def _returned(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return *values_of(logits, target), logits
+
+
+def _softcapped(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(30 * torch.tanh(hidden @ weight.t() / 30), target)
+
+
+def _matrix_added(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(torch.addmm(hidden[:, :1], hidden, weight.t()), target)
+
+
+def _batched(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = torch.bmm(hidden.expand(2, -1, -1), torch.stack([weight, 2 * weight]).mT)
+    return values_of(logits, torch.stack([target, target]))
+
+
+REFUSED = [
+    (_argmax, "the logits are read by aten.argmax.default at"),
+    (_returned, "the logits are returned, so they are made whole"),
+    (_softcapped, "the logits come out of aten.tanh.default, not of a matmul"),
+    (_matrix_added, "what is added to the matmul is not one number per column"),
+    (_batched, "a batch of matrices is multiplied"),
+]
+
+
+@pytest.mark.parametrize(("fn", "reason"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+def test_refused(fn: Callable[..., Outputs], reason: str, graphs: list[Graph]) -> None:
+    """The report has the reason, and the graph is the one that the pass was given."""
+    inputs = example()
+    compiled(fn)(*(each.detach().clone().requires_grad_(each.requires_grad) for each in inputs))
+    mine = str(graphs[-1])
+    found = [r["reason"] for r in last_report()["rejections"]]
+    assert any(each.startswith(reason) for each in found), found
+    torch._dynamo.reset()
+    compiled(fn, lm_head=False)(*inputs)
+    assert _without_regions(mine) == _without_regions(str(graphs[-1]))
+
+
+def _without_regions(graph: str) -> list[str]:
+    return [line.split(", {")[0] for line in graph.splitlines()]
+
+
+def test_hidden_that_the_function_changes() -> None:
+    """Backward would make other logits from it."""
+
+    def fn(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Outputs:
+        found = values_of(F.linear(hidden, weight, bias), target)
+        hidden.mul_(2)
+        return found
+
+    hidden, weight, target = example()
+    results = []
+    for function in (compiled(fn), fn):
+        bias = torch.ones(VOCAB, requires_grad=True)
+        found = function(hidden.detach().clone(), weight.detach(), bias, target)
+        results.append(torch.autograd.grad(found[0].sum() + found[1].sum(), bias)[0])
+    torch.testing.assert_close(*results)
+    found = [r["reason"] for r in last_report()["rejections"]]
+    assert any(each.startswith("the function changes in place") for each in found), found
+
+
+def test_gradient_that_somebody_reads(graphs: list[Graph]) -> None:
+    """The gradient of the logits is asked for, beside that of hidden."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            return logits.view_as(logits)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad.clamp(-1, 1)
+
+    def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        return values_of(Double.apply(hidden @ weight.t()), target)
+
+    hidden, weight, target = example()
+    got = compiled(fn)(hidden, weight, target)
+    want = fn(hidden, weight, target)
+    mine = torch.autograd.grad(got[0].sum(), (hidden, weight))
+    for one, other in zip(mine, torch.autograd.grad(want[0].sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(one, other)
+    found = [r["reason"] for r in last_report()["rejections"]]
+    assert any(each.startswith("the gradient of the logits is read by") for each in found), found
+
+
+def test_a_second_run_changes_nothing(graphs: list[Graph]) -> None:
+    compiled(head_loss)(*example())
+    before = str(graphs[-1])
+    assert linear(graphs[-1], LinearConfig(4 * CHUNK)).chunked == ()
+    assert str(graphs[-1]) == before

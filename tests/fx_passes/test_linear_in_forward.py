@@ -1,0 +1,278 @@
+"""The gradient of a scalar loss, taken in forward while a chunk of logits is there; and losses that have to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
+
+from slime_compile.ops import linear
+from tests.cases.heads import values_of
+from tests.cases.spellings import IGNORE, NV, Outputs, Spelling
+from tests.fx_passes.test_linear import (
+    compiled,
+    example,
+    full_logits,
+    graphs,
+    last_report,
+    notes,
+    small_chunks,
+)
+from tests.support import harness
+
+__all__ = ["graphs", "small_chunks"]
+
+Loss = Callable[..., Outputs]
+
+
+def always(fn: Loss, itemsize: int = 4, **more: Any) -> Callable[..., Any]:
+    return compiled(fn, itemsize, grad_in_forward="always", **more)
+
+
+# ---- losses that can --------------------------------------------------------------------------------------------
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, ignored_target: Tensor) -> Outputs:
+    return (F.cross_entropy(hidden @ weight.t(), ignored_target, ignore_index=IGNORE),)
+
+
+def cross_entropy_summed(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Outputs:
+    return (F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="sum"),)
+
+
+def smoothed(hidden: Tensor, turned_weight: Tensor, target: Tensor) -> Outputs:
+    return (F.cross_entropy(hidden @ turned_weight, target, label_smoothing=0.1),)
+
+
+def frozen_weight(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return (F.cross_entropy(hidden @ weight.detach().t(), target),)
+
+
+def policy(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor
+) -> Outputs:
+    log_probs, entropy = values_of(hidden @ weight.t(), target)
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (-surrogate.mean() - 0.01 * entropy.mean(),)
+
+
+def policy_near_its_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    drift: Tensor,
+    advantages: Tensor,
+    row_temperature: Tensor,
+    mask: Tensor,
+) -> Outputs:
+    """Masked mean, temperature per row, the k3 estimate of the divergence; what is reported is detached."""
+    logits = (hidden @ weight.t()).float() / row_temperature[:, None]
+    log_probs, entropy = values_of(logits, target)
+    far = log_probs.detach() + drift - log_probs
+    kl = far.exp() - far - 1
+    each = -log_probs * advantages + 0.1 * kl - 0.01 * entropy
+    total = (each * mask).sum() / mask.sum().clamp(min=1)
+    return total, entropy.detach().mean(), log_probs.detach()
+
+
+def z_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return (F.cross_entropy(logits, target) + 1e-2 * logits.logsumexp(-1).square().mean(),)
+
+
+def loss_of_sequences(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, mask: Tensor
+) -> Outputs:
+    """Mean over each sequence first; advantages are those of a sequence."""
+    log_probs, _ = values_of(F.linear(hidden, weight), target)
+    each = -log_probs * advantages[:, :1] * mask
+    return ((each.sum(-1) / mask.sum(-1)).mean(),)
+
+
+CAN: list[tuple[Loss, str]] = [
+    (cross_entropy, NV),
+    (cross_entropy_summed, NV),
+    (smoothed, NV),
+    (frozen_weight, NV),
+    (policy, NV),
+    (policy_near_its_reference, NV),
+    (z_loss, NV),
+    (loss_of_sequences, "[B,S,V]"),
+    (policy, "[B,S,V]"),
+]
+HALF = (torch.float32, torch.bfloat16)
+
+
+def row_of(fn: Loss, shape: str = NV) -> Spelling:
+    inputs = tuple(fn.__code__.co_varnames[: fn.__code__.co_argcount])
+    return Spelling(fn.__name__, (), fn, shape, 1, inputs, data=("plain",))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("fn", "shape"), CAN, ids=[f"{fn.__name__}{shape}" for fn, shape in CAN])
+def test_in_forward(fn: Loss, shape: str, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    row = row_of(fn, shape)
+    harness.prepare(row)
+    harness.compare(always(fn, dtype.itemsize), row, dtype, data=row.data)
+    (note,) = notes(last_report())
+    assert note.endswith("whose gradient is taken in forward"), note
+    assert not full_logits(graphs[-1])
+    (made,) = graphs[-1].find_nodes(op="call_function", target=linear.linear_row_both)
+    assert "partitioner_tag" not in made.meta
+
+
+def test_float64() -> None:
+    row = row_of(policy)
+    harness.compare(always(policy, 8), row, torch.float64, data=row.data)
+    assert "taken in forward" in notes(last_report())[0]
+
+
+def test_any_number_of_rows(graphs: list[Graph]) -> None:
+    row = row_of(policy_near_its_reference)
+    harness.prepare(row)
+    function = always(row.fn, dynamic=True)
+    harness.compare(function, row, torch.float32, data=row.data, draws=2)
+    made = len(graphs)
+    harness.compare(function, row, torch.float32, data=row.data, draws=2, rows=harness.ROWS + 4)
+    assert len(graphs) == made
+    assert "taken in forward" in notes(last_report())[0]
+
+
+def test_under_inductor() -> None:
+    row = row_of(policy)
+    harness.prepare(row)
+    harness.compare(always(policy, inner="inductor"), row, torch.float32, data=row.data, draws=2)
+    assert "taken in forward" in notes(last_report())[0]
+
+
+def test_verified() -> None:
+    hidden, weight, target = example()
+    always(cross_entropy, verify=True)(hidden, weight, target)
+    assert "taken in forward" in notes(last_report())[0]
+
+
+@pytest.mark.parametrize("factor", [0.0, -3.0])
+def test_backward_multiplies_by_what_comes(factor: float) -> None:
+    """The loss is scaled after the compiled function."""
+    hidden, weight, target = example()
+    mine, eager = (
+        torch.autograd.grad(factor * fn(hidden, weight, target)[0], (hidden, weight))
+        for fn in (always(cross_entropy), cross_entropy)
+    )
+    for one, other in zip(mine, eager, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# ---- losses that wait -------------------------------------------------------------------------------------------
+
+
+def _per_token(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(hidden @ weight.t(), target)
+
+
+def _two_losses(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, entropy = values_of(hidden @ weight.t(), target)
+    return log_probs.mean(), entropy.mean()
+
+
+def _ratio_of_a_sequence(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    return ((log_probs - 1).mean().exp(),)
+
+
+def _normalised(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    return ((log_probs / log_probs.detach().norm()).sum(),)
+
+
+def _checkpointed(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return (
+        checkpoint(lambda h: F.cross_entropy(h @ weight.t(), target), hidden, use_reentrant=False),
+    )  # type: ignore[return-value]
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.clamp(-1e-2, 1e-2)
+
+
+def _clipped(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    return (_Clipped.apply(log_probs).mean(),)
+
+
+class _Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad + 1
+
+
+def _shifted(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    return (_Shifted.apply(log_probs).mean(),)
+
+
+WAIT = [
+    (_per_token, "the gradient does not come from one scalar loss"),
+    (_two_losses, "the gradient does not come from one scalar loss"),
+    (_ratio_of_a_sequence, "a coefficient depends on other rows: aten."),
+    (_normalised, "a coefficient depends on other rows: aten."),
+    (_checkpointed, "the program wants it made again in backward"),
+    (_clipped, "is not linear in the loss's gradient"),
+    (_shifted, "is not linear in the loss's gradient"),
+]
+
+
+@pytest.mark.parametrize(("fn", "reason"), WAIT, ids=lambda each: getattr(each, "__name__", ""))
+def test_waits(fn: Loss, reason: str) -> None:
+    """The reason is in the report, and the gradient is right."""
+    hidden, weight, target = example()
+    got, want = always(fn)(hidden, weight, target), fn(hidden, weight, target)
+    total, plain = (sum(3 * each.sum() for each in outputs) for outputs in (got, want))
+    mine = torch.autograd.grad(total, (hidden, weight))  # type: ignore[arg-type]
+    eager = torch.autograd.grad(plain, (hidden, weight))  # type: ignore[arg-type]
+    for one, other in zip(mine, eager, strict=True):
+        torch.testing.assert_close(one, other)
+    (note,) = notes(last_report())
+    assert "the gradient is taken in backward: " in note
+    assert reason in note
+
+
+def test_float16_waits() -> None:
+    """Before the loss is scaled its gradient has no room there."""
+    hidden, weight, target = (t.detach().half() if t.is_floating_point() else t for t in example())
+    always(cross_entropy, 2)(hidden.requires_grad_(), weight.requires_grad_(), target)
+    assert "float16 has no room" in notes(last_report())[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "said"),
+    [
+        ("auto", torch.float32, "whose gradient is taken in forward"),
+        ("auto", torch.bfloat16, "that would keep a sum of"),
+        ("always", torch.bfloat16, "whose gradient is taken in forward"),
+        ("never", torch.float32, "the option says so"),
+    ],
+)
+def test_option(mode: str, dtype: torch.dtype, said: str) -> None:
+    hidden, weight, target = (
+        t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in example()
+    )
+    compiled(cross_entropy, dtype.itemsize, grad_in_forward=mode)(hidden, weight, target)
+    assert said in notes(last_report())[0]
