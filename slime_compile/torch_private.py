@@ -16,6 +16,7 @@ import torch
 if TYPE_CHECKING:
     from torch._C._profiler import _EventType as ProfilerEvent
     from torch._dynamo import utils as dynamo_utils
+    from torch._dynamo.backends import registry as backend_registry
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.eval_frame import innermost_fn
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.decomposition import select_decomp_table
     from torch._logging._internal import trace_structured
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed import distributed_c10d
     from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
@@ -43,6 +44,7 @@ __all__ = [
     "REDUCE_OP_TO_STR",
     "CompileContext",
     "CustomGraphPass",
+    "FakeTensor",
     "FakeTensorMode",
     "MemTracker",
     "ProfilerEvent",
@@ -50,6 +52,7 @@ __all__ = [
     "TangentAOTInput",
     "TracingContext",
     "aot_autograd",
+    "backend_registry",
     "check",
     "compile_fx",
     "compile_fx_inner",
@@ -130,6 +133,12 @@ INTERFACES = {
         "AOTAutograd with our partition function, for inner='aot_eager' and dry runs",
         "functorch.compile.aot_module_simplified",
     ),
+    "backend_registry": Interface(
+        "torch._dynamo.backends:registry",
+        "the table of backends, in which threads may enter ours at the same time",
+        "drop backend/registration.py if torch locks its table; tests/backend/test_threads.py tells",
+        ("_COMPILER_FNS",),
+    ),
     "min_cut_rematerialization_partition": Interface(
         "torch._functorch.partitioners:min_cut_rematerialization_partition",
         "the partitioner that inductor uses",
@@ -190,6 +199,11 @@ INTERFACES = {
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "dry runs at any size",
         "torch._subclasses has held it since 2.0; without it there is no dry run",
+    ),
+    "FakeTensor": Interface(
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "tells a function's arguments in a dry run from what it captured",
+        "see FakeTensorMode",
     ),
     "ShapeEnv": Interface(
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",

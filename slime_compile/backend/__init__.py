@@ -2,12 +2,13 @@
 
 Entry point: `slime_fused`, found by torch through the entry-point group `torch_dynamo_backends`; users never import it.
 
-    options      what the user may ask for
-    identity     name and identity of a graph, the inputs that may not be overwritten
-    passes       fx_passes over the graphs, guarded and reported
-    inductor     inner="inductor": the passes as inductor's own
-    interpreted  inner="aot_eager": graphs run as they are
-    check_ranks  the ranks of a group compare what they would exchange
+    options       what the user may ask for
+    identity      name and identity of a graph, the inputs that may not be overwritten
+    passes        fx_passes over the graphs, guarded and reported
+    inductor      inner="inductor": the passes as inductor's own
+    interpreted   inner="aot_eager": graphs run as they are
+    registration  several threads may use the backend for the first time together
+    check_ranks   the ranks of a group compare what they would exchange
 
 No file of this folder imports the name below.
 """
@@ -27,12 +28,15 @@ from slime_compile.backend.inductor import (
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
+from slime_compile.backend.registration import allow_again
 from slime_compile.report.process import keep
 from slime_compile.torch_private import functorch_config
 
 __all__ = ["slime_fused"]
 
 torch_private.check()
+allow_again()
+Options.parse()  # an error in the environment is told by torch.compile itself
 
 
 def slime_fused(

@@ -2,11 +2,15 @@
 
 Entry point: `Options.parse`. A key of the user's `options={...}` wins over the environment
 (`SLIME_FUSED_<OPTION>`), which wins over the default. `inductor.<name>` keys are inductor's own settings and go
-through unread, apart from their names and types. What is not known or has the wrong type is refused with the valid
-list; nothing else reads the environment.
+through unread, apart from their names and types. What is not known or has the wrong type is refused, with what was
+probably meant and the valid list; nothing else reads the environment.
+
+Torch keeps `options` until the compiled function is first called: only the environment can be checked when
+`torch.compile` is (`slime_compile.backend` does). `slime_compile.explain(fn, **options)` checks at once.
 """
 
 import dataclasses
+import difflib
 import os
 import typing
 from collections.abc import Callable, Mapping
@@ -112,6 +116,24 @@ def _known_text() -> str:
     return f"{[*known_options(), INDUCTOR_PREFIX + '<name>']}"
 
 
+def _inductor_names() -> dict[str, str]:
+    """Inductor's settings, and how they are written here."""
+    return {name: INDUCTOR_PREFIX + name for name in inductor_config.get_config_copy()}
+
+
+def _meant(name: str, known: Mapping[str, str]) -> str:
+    """The likeliest of the known options, own ones first, or ""."""
+    near = known.get(name) or next(
+        (
+            known[match]
+            for names in (known_options(), tuple(known))
+            for match in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+        ),
+        None,
+    )
+    return f"did you mean {near}? " if near else ""
+
+
 def _valid(name: str) -> Any:
     """The values of a choice, or the type of a plain option."""
     hint = typing.get_type_hints(Options)[name]
@@ -120,7 +142,8 @@ def _valid(name: str) -> Any:
 
 def _checked(name: str, value: Any, shown: str) -> Any:
     if name not in known_options():
-        raise RuntimeError(f"Unexpected option {shown}, known options are {_known_text()}")
+        meant = _meant(name, {each: each for each in known_options()} | _inductor_names())
+        raise RuntimeError(f"Unexpected option {shown}, {meant}known options are {_known_text()}")
     valid = _valid(name)
     if isinstance(valid, tuple):
         if value not in valid:
@@ -161,10 +184,11 @@ def _parsed(name: str, text: str) -> Any:
 
 def _checked_inductor(name: str, value: Any) -> Any:
     """The same checks that `torch.compile(options=...)` makes for inductor."""
-    known = inductor_config.get_config_copy()
-    if name not in known:
+    if name not in inductor_config.get_config_copy():
+        names = {each: each for each in known_options()} | _inductor_names()
         raise RuntimeError(
-            f"Unexpected option {INDUCTOR_PREFIX}{name}, known options of inductor are {sorted(known)}"
+            f"Unexpected option {INDUCTOR_PREFIX}{name}, {_meant(name, names)}inductor has none of that name; "
+            f"torch._inductor.list_options() lists its own, those of this backend are {_known_text()}"
         )
     expected = inductor_config.get_type(name)  # type: ignore[attr-defined]
     if typing.get_origin(expected) is None and not isinstance(value, expected):

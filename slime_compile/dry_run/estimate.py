@@ -1,8 +1,8 @@
 """The peak memory of a loss at any size, without that memory and without a GPU.
 
-Entry point: `estimate_peak(fn, *args)`. The function is compiled as the backend would with `inner="aot_eager"`, over
-fake tensors: its forward and backward graphs run operator by operator, every value lives until its last use, and
-torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
+Entry point: `estimate_peak(fn, *args, kwargs=...)`. The function is compiled as the backend would with
+`inner="aot_eager"`, over fake tensors: its forward and backward graphs run operator by operator, every value lives
+until its last use, and torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
 
 Counted too: the chunk of logits that an operator over chunks holds while it runs. Not counted: what the row operators
 take for themselves (on the CPU without a compiler buffers for a chunk of rows, a few MiB a thread), what the allocator
@@ -11,7 +11,7 @@ values than their graph has.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from slime_compile.backend.passes import BACKWARD_WITH_FORWARD
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
 from slime_compile.dry_run.scratch import Scratch
 from slime_compile.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     MemTracker,
     ShapeEnv,
@@ -55,14 +56,21 @@ class Estimate:
         )
 
 
-def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimate:
-    """The peak memory of `torch.compile(fn, backend="slime_fused", options=options)(*args)` and its backward.
+def estimate_peak(
+    fn: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Estimate:
+    """The peak memory of `torch.compile(fn, backend="slime_fused", options=options)(*args, **kwargs)` and its backward.
 
     Args:
         fn: a function or module, as for `slime_compile.explain`. Backward runs from all its outputs that require
-            grad, to the arguments (and a module's parameters) that do. Under `torch.no_grad()` there is none.
+            grad, to the arguments that do, and to the parameters that it reads, of a module or captured by a closure.
+            Under `torch.no_grad()` there is none.
         args: as in the call that is meant. Fake tensors (made under `FakeTensorMode`) and tensors on "meta" may have
             any size; real ones are only looked at.
+        kwargs: keyword arguments of the same call.
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
     Raises:
@@ -75,7 +83,8 @@ def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimat
         >>> print(slime_compile.estimate_peak(loss_fn, logits, target))
     """
     chosen = Options.parse(options)
-    tracker = MemTracker()
+    given = (tuple(args), dict(kwargs or {}))
+    mode, tracker, captured = _mode_of(given), MemTracker(), _Captured()
 
     def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = new_record(gm, example_inputs, chosen)
@@ -83,42 +92,85 @@ def estimate_peak(fn: Callable[..., Any], *args: Any, **options: Any) -> Estimat
             compiled = compile_interpreted(gm, example_inputs, chosen, record)
 
         def tracked(*inputs: Any) -> Any:
+            fakes = [faked(mode, value) if _is_real(value) else value for value in inputs]
+            tracker.track_external(*captured.add(inputs, fakes))
             with tracker, Scratch():
-                return compiled(*inputs)
+                return compiled(*fakes)
 
         return tracked
 
     run = torch.compile(with_own_code(fn), backend=compile_tracked, dynamic=False)
-    return measure(run, args, _parameters(fn), tracker)
-
-
-def measure(
-    run: Callable[..., Any], args: Sequence[Any], parameters: Sequence[Tensor], tracker: MemTracker
-) -> Estimate:
-    """Forward of `run`, which tracks itself, and backward, which is tracked here, all on fake tensors."""
-    mode = _mode_of(args)
     with without_grad_warnings(), mode:
-        fakes = faked(mode, tuple(args))
-        held = [t for t in (*tree_leaves(fakes), *parameters) if isinstance(t, Tensor)]
-        tracker.track_external(*held)
+        fake_args, fake_kwargs = faked(mode, given)
+        parameters = faked(mode, _parameters(fn))
+        held = [t for t in tree_leaves((fake_args, fake_kwargs)) if isinstance(t, Tensor)]
+        captured.known.update(map(_storage, [*held, *parameters]))
+        tracker.track_external(*held, *parameters)
         inputs = _total(tracker, "current")
-        outputs = run(*fakes)
-        forward = _total(tracker, "peak")
+        outputs = run(*fake_args, **fake_kwargs)
+        inputs += sum(t.untyped_storage().nbytes() for t in captured.tensors)
+        forward = max(inputs, _total(tracker, "peak"))
         if torch.is_grad_enabled():
             with tracker, Scratch():
                 gradients = _gradients(outputs, [t for t in held if t.requires_grad])
             del gradients
-        return Estimate(inputs, max(forward, inputs), max(_total(tracker, "peak"), inputs))
+        return Estimate(inputs, forward, max(forward, _total(tracker, "peak")))
 
 
-def _gradients(outputs: Any, wanted: list[Tensor]) -> Sequence[Tensor | None]:
+class _Captured:
+    """The tensors of the user's that graphs read and that are no arguments, as fakes, one per storage."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.known: set[int] = set()
+
+    def add(self, inputs: Sequence[Any], fakes: Sequence[Any]) -> list[Tensor]:
+        """Those among a graph's inputs that are new. Arguments are fake, and what graphs hand on is no leaf."""
+        new = []
+        for value, fake in zip(inputs, fakes, strict=True):
+            leaf = isinstance(value, Tensor) and value.is_leaf and value.requires_grad
+            if (leaf or _is_real(value)) and _storage(fake) not in self.known:
+                self.known.add(_storage(fake))
+                new.append(fake)
+        self.tensors += new
+        return new
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _gradients(outputs: Any, given: list[Tensor]) -> Sequence[Tensor | None]:
+    """Of what was given, and of every other leaf that the outputs were made from."""
     roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    known = {id(t) for t in given}
+    wanted = [*given, *(leaf for leaf in _leaves(roots, given) if id(leaf) not in known)]
     if not roots or not wanted:
         return ()
     ones = [torch.ones_like(root) for root in roots]
     return cast(
         Sequence[Tensor | None], torch.autograd.grad(roots, wanted, ones, allow_unused=True)
     )
+
+
+def _leaves(roots: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that `roots` were made from, not looking behind what was given."""
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    seen = {None, *(t.grad_fn for t in given)}
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # where a gradient is accumulated
+            found.append(node.variable)
+        waiting += [below for below, _ in node.next_functions]
+    return found
 
 
 def _mode_of(args: Sequence[Any]) -> FakeTensorMode:

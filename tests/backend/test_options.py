@@ -3,6 +3,7 @@
 import pytest
 
 from slime_compile.backend.options import Options
+from tests.support.processes import run_python
 
 BAD = [
     ({"bogus": 1}, r"Unexpected option bogus, known options are \['inner', 'min_vocab'"),
@@ -12,7 +13,19 @@ BAD = [
     ({"strict": 1}, "Unexpected type of option strict, got int"),
     ({"save": "all"}, r"option save, got 'all' should be one of \['logits', 'softmax'\]"),
     ({"inner": None}, r"option inner, got None should be one of \['inductor', 'aot_eager'\]"),
-    ({"inductor.bogus": 1}, "Unexpected option inductor.bogus, known options of inductor are"),
+    (
+        {"inductor.bogus": 1},
+        "option inductor.bogus, inductor has none of that name; torch._inductor.list",
+    ),
+    ({"consume_logit": True}, "option consume_logit, did you mean consume_logits[?] known options"),
+    ({"Save": "softmax"}, "option Save, did you mean save[?]"),
+    ({"max_autotune": True}, r"did you mean inductor\.max_autotune[?] known options are"),
+    ({"max_autotun": True}, r"did you mean inductor\.max_autotune[?]"),
+    ({"inductor.max_autotun": True}, r"did you mean inductor\.max_autotune[?]"),
+    (
+        {"inductor.consume_logits": True},
+        "option inductor.consume_logits, did you mean consume_logits[?]",
+    ),
     ({"inductor.max_autotune": "yes"}, "option inductor.max_autotune, got str should be bool"),
     (
         {"inner": "aot_eager", "inductor.max_autotune": True},
@@ -74,3 +87,21 @@ def test_every_option_enters_the_key() -> None:
     ]
     keys = {Options.parse(variant, {}).key() for variant in variants}
     assert len(keys) == len(variants)
+
+
+def test_a_message_does_not_list_all_of_inductors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Options.parse({"inductor.bogus": 1}, {})
+    assert len(str(caught.value)) < 400
+
+
+def test_the_environment_is_checked_when_torch_compile_is_called() -> None:
+    code = """
+import torch
+try:
+    torch.compile(lambda x: x, backend="slime_fused")
+except RuntimeError as error:
+    print(error)
+"""
+    said = run_python(code, SLIME_FUSED_CONSUME_LOGIT="1")
+    assert "Unexpected option SLIME_FUSED_CONSUME_LOGIT, did you mean consume_logits?" in said

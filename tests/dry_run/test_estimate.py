@@ -1,5 +1,7 @@
 """The estimate of the peak against what is measured, and at sizes that nobody here could measure."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,65 @@ def test_real_arguments_stay_as_they_are() -> None:
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(RuntimeError, match="known options"):
         estimate_peak(lambda x: x, torch.zeros(2), inplace=True)
+
+
+# ---- keyword arguments, and what a function captures --------------------------------------------------------------
+
+
+def head_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return torch.log_softmax(hidden @ weight.t(), -1).gather(-1, target[:, None]).sum()
+
+
+def head_arguments() -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(ROWS, HIDDEN, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
+    return hidden, weight, torch.randint(VOCAB, [ROWS])
+
+
+def test_keyword_arguments() -> None:
+    hidden, weight, target = head_arguments()
+    positional = estimate_peak(head_loss, hidden, weight, target)
+    named = estimate_peak(head_loss, hidden, kwargs={"target": target, "weight": weight})
+    assert named == positional
+
+
+def test_the_peak_may_be_in_forward() -> None:
+    """With save="softmax" forward holds the logits and the softmax; backward makes the softmax the gradient."""
+    hidden, weight, target = head_arguments()
+    found = estimate_peak(head_loss, hidden, weight, target, save="softmax")
+    assert found.peak_bytes == found.forward_bytes
+    assert found.peak_bytes == pytest.approx(2 * ROWS * VOCAB * 4, rel=0.1)
+
+
+class Head(torch.nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach())
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_captured_parameters_are_arguments_too(fake: bool, frozen: bool) -> None:
+    """A closure over a module: its gradient is made, its bytes are there."""
+    mode = FakeTensorMode() if fake else contextlib.nullcontext()
+    with mode:
+        hidden, weight, target = head_arguments()
+        hidden.requires_grad_(not frozen)
+        head = Head(weight)
+    given = estimate_peak(head_loss, hidden, weight, target)
+    captured = estimate_peak(lambda h, t: head_loss(h, head.weight, t), hidden, target)
+    assert captured.peak_bytes == given.peak_bytes
+    assert captured.peak_bytes >= captured.forward_bytes
+    assert captured.inputs_bytes == given.inputs_bytes
+    assert head.weight.grad is None
+
+
+def test_captured_constants_count_as_inputs() -> None:
+    hidden, weight, target = head_arguments()
+    reference = torch.randn(ROWS, VOCAB)
+    plain = estimate_peak(head_loss, hidden, weight, target)
+    beside = estimate_peak(
+        lambda h, w, t: head_loss(h, w, t) + reference.sum(), hidden, weight, target
+    )
+    assert beside.inputs_bytes - plain.inputs_bytes == reference.nbytes
+    assert beside.peak_bytes - plain.peak_bytes == pytest.approx(reference.nbytes, rel=0.01)

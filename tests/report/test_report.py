@@ -177,6 +177,18 @@ def test_modules_and_compiled_functions() -> None:
     assert explain(torch.compile(log_probs, backend="eager"))(*data()).fused == 2
 
 
+def test_keyword_arguments_and_captured_parameters() -> None:
+    head = torch.nn.Linear(8, VOCAB)
+
+    def loss(hidden: Tensor, *, target: Tensor, scale: float = 1.0) -> Tensor:
+        return log_probs(head(hidden) * scale, target)
+
+    hidden, target = torch.randn(ROWS, 8), torch.randint(0, VOCAB, (ROWS,))
+    report = explain(loss)(hidden, target=target, scale=0.5)
+    report.assert_fused(2, in_place=True)
+    assert report.graphs[0].training
+
+
 def test_explaining_leaves_no_trace() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(log_probs, backend="slime_fused", options=INTERPRETED)
