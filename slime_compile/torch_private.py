@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._guards import CompileContext, TracingContext
     from torch._inductor import config as inductor_config
-    from torch._inductor import list_mode_options
+    from torch._inductor import cpp_builder, cpu_vec_isa, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._logging._internal import trace_structured
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed import distributed_c10d
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_or
+    from torch.utils._filelock import FileLock
 
     has_internal_overlap = torch._debug_has_internal_overlap
     torch_check = torch._check
@@ -46,6 +48,7 @@ __all__ = [
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
+    "FileLock",
     "MemTracker",
     "ProfilerEvent",
     "ShapeEnv",
@@ -53,9 +56,12 @@ __all__ = [
     "TracingContext",
     "aot_autograd",
     "backend_registry",
+    "cache_dir",
     "check",
     "compile_fx",
     "compile_fx_inner",
+    "cpp_builder",
+    "cpu_vec_isa",
     "distributed_c10d",
     "dynamo_utils",
     "functional_all_reduce",
@@ -222,6 +228,32 @@ INTERFACES = {
         "torch.profiler's memory timeline",
     ),
     # ---- operators, ranks, remedies
+    "cpp_builder": Interface(
+        "torch._inductor:cpp_builder",
+        "builds cpu_kernels.cpp as inductor builds its code, and finds inductor's compiler",
+        "torch.utils.cpp_extension; until then the operators run in plain torch calls",
+        ("CppBuilder", "CppTorchOptions", "get_cpp_compiler"),
+        early=False,
+    ),
+    "cpu_vec_isa": Interface(
+        "torch._inductor:cpu_vec_isa",
+        "the vector instructions that torch itself uses",
+        "see cpp_builder",
+        ("VecAVX2", "VecAVX512", "pick_vec_isa"),
+        early=False,
+    ),
+    "cache_dir": Interface(
+        "torch._inductor.runtime.cache_dir_utils:cache_dir",
+        "where inductor caches: our build lies there too",
+        "TORCHINDUCTOR_CACHE_DIR, or a folder of our own",
+        early=False,
+    ),
+    "FileLock": Interface(
+        "torch.utils._filelock:FileLock",
+        "processes that start together build once",
+        "the filelock package, which torch depends on",
+        early=False,
+    ),
     "has_internal_overlap": Interface(
         "torch:_debug_has_internal_overlap",
         "elements that share memory may not be overwritten",

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from slime_compile.backend.options import Options
@@ -20,17 +20,27 @@ Compiled = Callable[..., Any]
 
 
 def compile_interpreted(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, record: Record
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    record: Record,
+    observe: Callable[[Graph], None] = lambda graph: None,
 ) -> Compiled:
-    """AOTAutograd with inductor's decompositions and our passes; the graphs are interpreted as they are."""
+    """AOTAutograd with inductor's decompositions and our passes; the graphs are interpreted as they are.
+
+    Args:
+        observe: called with each joint or inference graph before the fusing pass.
+    """
     from slime_compile.torch_private import select_decomp_table  # slow to import
 
     def partition(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        observe(gm.graph)
         run_fuse(gm.graph, options, record)
         gm.recompile()
         return min_cut_rematerialization_partition(gm, inputs, compiler="inductor", **kwargs)
 
     def inference(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        observe(gm.graph)
         run_fuse(gm.graph, options, record)
         return _interpreted(gm)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from slime_compile.backend.identity import new_record
 from slime_compile.backend.interpreted import compile_interpreted
@@ -39,14 +39,17 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
     chosen = dataclasses.replace(Options.parse(options), check_ranks=False)
 
     def dry_run(*args: Any, **kwargs: Any) -> Report:
-        return _DryRun(chosen).run(fn, args, kwargs)
+        return DryRun(chosen).run(fn, args, kwargs)
 
     return dry_run
 
 
-class _DryRun:
-    def __init__(self, options: Options):
+class DryRun:
+    """One call of a function, traced on fake tensors; `observe` sees each graph before the fusing pass."""
+
+    def __init__(self, options: Options, observe: Callable[[Graph], None] = lambda graph: None):
         self.options = options
+        self.observe = observe
         self.records: list[Record] = []
         self.breaks: list[Frame] = []
 
@@ -77,7 +80,7 @@ class _DryRun:
         self.records.append(record)
         prepare(gm, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
-            compile_interpreted(gm, example_inputs, self.options, record)
+            compile_interpreted(gm, example_inputs, self.options, record, self.observe)
         return gm.forward
 
 

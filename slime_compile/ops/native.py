@@ -70,7 +70,7 @@ def _loaded() -> tuple[Functions | None, str]:
 
 
 def _path(capability: str) -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from slime_compile.torch_private import cache_dir
 
     identity = (SOURCE.read_text(), torch.__version__, capability, platform.machine())
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:32]
@@ -78,7 +78,7 @@ def _path(capability: str) -> Path:
 
 
 def _build_once(path: Path, capability: str) -> None:
-    from torch.utils._filelock import FileLock
+    from slime_compile.torch_private import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
@@ -87,7 +87,7 @@ def _build_once(path: Path, capability: str) -> None:
 
 
 def _build(path: Path, capability: str) -> None:
-    from torch._inductor import cpp_builder, cpu_vec_isa
+    from slime_compile.torch_private import cpp_builder, cpu_vec_isa
 
     known = {"AVX2": cpu_vec_isa.VecAVX2, "AVX512": cpu_vec_isa.VecAVX512}
     flags: tuple[str, ...] = ()

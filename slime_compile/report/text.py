@@ -57,7 +57,7 @@ def _graph(graph: Fields) -> list[str]:
             )
             for v in graph["values"]
         ]
-        lines += _indented(_table(("fused", "shape", "dtype", "at"), rows))
+        lines += _indented(table(("fused", "shape", "dtype", "at"), rows))
     if graph["wide_before"] or graph["values"]:
         lines.append(
             f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}, kept for backward "
@@ -70,7 +70,7 @@ def _graph(graph: Fields) -> list[str]:
         lines.append(f"  gradient at {each['source'] or 'unknown line'}: {how}")
     if graph["rejections"]:
         refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
-        lines += _indented(_table(("left as it was, because", "node", "at"), refused))
+        lines += _indented(table(("left as it was, because", "node", "at"), refused))
     if not graph["has_vocabulary"] and not graph["failed"]:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
@@ -85,7 +85,8 @@ def _indented(lines: str) -> list[str]:
     return [f"  {line}".rstrip() for line in lines.splitlines()]
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lines, with a header; by `tabulate` where it is installed."""
     if importlib.util.find_spec("tabulate") is not None:
         from tabulate import tabulate
 

@@ -1,0 +1,174 @@
+"""`python -m slime_compile explain FILE.py:FUNCTION`: a dry run from the command line.
+
+The function's inputs come from the file, which defines `example_inputs()` (returns a tuple of arguments, or that and
+a dict of keyword arguments), or from `--inputs`: one word per argument, `dtype[sizes]`, "grad:" before what requires
+grad, `name=` before a keyword argument; any other word is a number or a word.
+
+    python -m slime_compile explain loss.py:loss_fn --inputs "grad:f32[205280,76032] i64[205280] temperature=0.7"
+
+Tensors are fake: nothing is allocated and nothing computed.
+"""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_compile.dry_run.explain import explain
+from slime_compile.dry_run.operators import operators, render
+from slime_compile.torch_private import FakeTensorMode
+
+DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "bool": torch.bool,
+}
+
+_TENSOR = re.compile(r"(grad:)?(\w+)\[([\d,]*)\]")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("function", help="FILE.py:FUNCTION or package.module:function")
+    parser.add_argument(
+        "--inputs",
+        help='arguments, like "grad:f32[1024,32000] i64[1024]"; default: the file\'s example_inputs()',
+    )
+    parser.add_argument(
+        "--operators", action="store_true", help="what reaches the pass, not what it makes of it"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the backend; may be given several times",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report, or the operators.
+
+    Raises:
+        SystemExit: with what must hold, where the function, its inputs or an option cannot be read.
+    """
+    module, function = load(arguments.function)
+    args, kwargs = (
+        parse_inputs(arguments.inputs) if arguments.inputs is not None else _own_inputs(module)
+    )
+    options = dict(_named(each) for each in arguments.option)
+    if not arguments.operators:
+        print(explain(function, **options)(*args, **kwargs))
+        return 0
+    found, report = operators(function, **options)(*args, **kwargs)
+    print(render(found))
+    for line in (*report.breaks, *report.python_frames):
+        print(f"not traced: {line.name} at {line.source}: {line.reason}")
+    for note in report.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def load(place: str) -> tuple[Any, Callable[..., Any]]:
+    """The module and the function of `FILE.py:FUNCTION` or `package.module:function`."""
+    home, separator, name = place.rpartition(":")
+    if not separator or not name:
+        raise SystemExit(f"the function must be given as FILE.py:FUNCTION, got {place!r}")
+    module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+    function: Any = module
+    for part in name.split("."):
+        if not hasattr(function, part):
+            raise SystemExit(f"{home} must define {name}, it has {_callables(module)}")
+        function = getattr(function, part)
+    if not callable(function):
+        raise SystemExit(f"{place} must be a function or a module, got {type(function).__name__}")
+    return module, function
+
+
+def _file(path: Path) -> Any:
+    if not path.exists():
+        raise SystemExit(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _callables(module: Any) -> list[str]:
+    return sorted(
+        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+    )
+
+
+def _own_inputs(module: Any) -> Inputs:
+    """What the file says: a tuple of arguments, or a pair of that and of keyword arguments."""
+    if not hasattr(module, "example_inputs"):
+        raise SystemExit(
+            "the inputs must be given: define example_inputs() in the file, which returns a tuple of arguments, "
+            'or say --inputs "grad:f32[1024,32000] i64[1024]"'
+        )
+    found = module.example_inputs()
+    match found:
+        case (tuple() as args, dict() as kwargs):
+            return args, kwargs
+        case tuple():
+            return found, {}
+    raise SystemExit(
+        f"example_inputs() must return a tuple of arguments, or (tuple, dict), got {type(found).__name__}"
+    )
+
+
+def parse_inputs(text: str) -> Inputs:
+    """Arguments and keyword arguments from words, tensors as fakes."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    with FakeTensorMode():
+        for word in text.split():
+            name, named, value = word.rpartition("=")
+            if named:
+                kwargs[name] = _value(value)
+            else:
+                args.append(_value(value))
+    return tuple(args), kwargs
+
+
+def _value(word: str) -> Any:
+    found = _TENSOR.fullmatch(word)
+    if found is None:
+        return _plain(word)
+    grad, dtype, sizes = found.groups()
+    if dtype not in DTYPES:
+        raise SystemExit(f"the dtype of {word!r} must be one of {', '.join(DTYPES)}")
+    shape = [int(size) for size in sizes.split(",") if size]
+    return torch.empty(shape, dtype=DTYPES[dtype], requires_grad=bool(grad))
+
+
+def _plain(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+def _named(option: str) -> tuple[str, Any]:
+    name, separator, value = option.partition("=")
+    if not separator:
+        raise SystemExit(f"--option must be NAME=VALUE, got {option!r}")
+    return name, _plain(value)

@@ -1,0 +1,68 @@
+"""Torch's private interfaces: in one file, all of them there, and one error where one is not."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import slime_compile
+from slime_compile import torch_private
+
+PACKAGE = Path(slime_compile.__file__).parent
+PRIVATE = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental")
+PUBLIC = {"torch.utils._pytree", "torch._dynamo"}
+"""Underscored, but what everybody uses: pytrees, and torch._dynamo.reset and config in texts."""
+
+
+def private_names(source: str) -> set[str]:
+    """Modules imported from, and attributes of torch."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    found = {match[0] for name in names if (match := PRIVATE.match(name))}
+    return found - PUBLIC
+
+
+def test_they_are_in_one_file() -> None:
+    elsewhere = {
+        str(path.relative_to(PACKAGE)): names
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "torch_private.py" and (names := private_names(path.read_text()))
+    }
+    assert elsewhere == {}
+
+
+def test_all_are_there_and_told_alike() -> None:
+    assert torch_private.missing() == []
+    assert {*torch_private.INTERFACES, "check"} == set(torch_private.__all__)
+    for name in torch_private.INTERFACES:
+        assert getattr(torch_private, name) is not None
+
+
+def test_a_missing_one_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, home in (("one", "torch:_no_such_name"), ("two", "torch.no_such_module:name")):
+        interface = torch_private.Interface(home, f"why {name}", f"instead of {name}")
+        monkeypatch.setitem(torch_private.INTERFACES, name, interface)
+    with pytest.raises(ImportError) as caught:
+        torch_private.check()
+    text = str(caught.value)
+    assert f"torch {torch.__version__} lacks" in text
+    assert "torch:_no_such_name (why one; instead: instead of one)" in text
+    assert "torch.no_such_module:name (why two" in text
+    with pytest.raises(ImportError, match=r"lacks private interfaces .* torch:_no_such_name"):
+        _ = torch_private.one
+
+
+def test_an_attribute_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = torch_private.Interface("torch:nn", "a test", "nothing", ("Module", "gone"))
+    monkeypatch.setitem(torch_private.INTERFACES, "nn", interface)
+    with pytest.raises(ImportError, match="gone of torch:nn"):
+        torch_private.check()
