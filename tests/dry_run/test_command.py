@@ -48,7 +48,7 @@ def test_the_files_own_inputs(file: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_inputs_at_any_size(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inputs = "grad:bf16[205280,76032] i64[205280] temperature=0.7"
+    inputs = "grad:f32[205280,76032] i64[205280] temperature=0.7"
     text = said(capsys, f"{file}:loss_fn", "--inputs", inputs, "--option", "consume_logits=True")
     assert "[205280, 76032]" in text
     assert "the logits are an input and they are a leaf that requires grad" in text
