@@ -6,12 +6,13 @@
 """
 
 import argparse
-import contextlib
 import dataclasses
-import io
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _DOCUMENTS = ("README.md", "bench/README.md")
@@ -46,14 +47,17 @@ def filled(text: str, results: Path) -> str:
 
 
 def printed_by_example(text: str) -> str:
-    """Runs the document's example and gives what it printed."""
+    """Runs the document's example as a first run does, with empty caches, and gives what it printed."""
     example = _EXAMPLE.search(text)
     if example is None:
         raise ValueError("a document with `<!-- report -->` must have an `<!-- example -->`")
-    names: dict[str, Any] = {"__name__": "example"}
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(example["code"], "example.py", "exec"), names)
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    program = f"exec(compile({example['code']!r}, 'example.py', 'exec'), {{'__name__': 'example'}})"
+    with tempfile.TemporaryDirectory() as cache:
+        environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+        )
+    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
 
 def _options() -> str:
