@@ -17,6 +17,8 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # a group of one process nee
 from bench.measure.cells import stamp, stamp_line
 print(stamp_line(stamp()))
 EOF
+# what a report of a failure needs; a checkout that is not installed has no entry point, which is no reason to stop
+"$python" -m slime_compile doctor 2>&1 | tee "$out/doctor.txt"
 "$python" bench/gpu/check.py 2>&1 | tee "$out/check.txt"
 checked=${PIPESTATUS[0]}
 if [ "$checked" -ne 0 ]; then
