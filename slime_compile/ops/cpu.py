@@ -24,19 +24,18 @@ def row_stats(
     if functions is None:
         return torch_calls.row_stats(x, scale, factor, mean, total)
     compute = compute_dtype(x.dtype)
-    rows = [*x.shape[:-1], 1]
-    stats = torch_calls.new_stats(x, mean, total)
+    rows = (*x.shape[:-1], 1)
+    top, log_sum, mean_, total_ = (torch.empty(rows, dtype=compute) for _ in range(4))
     if x.numel() == 0:
-        return stats
+        return top, log_sum, mean_, total_
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).contiguous()
-    read = (True, True, mean, total)
     functions.row_stats(
         x.data_ptr(), native.DTYPES[x.dtype], x.dim(), native.layout(x),
         None if scale is None else scale.data_ptr(), factor,
-        *(stat.data_ptr() if each else None for stat, each in zip(stats, read, strict=True)),
+        top.data_ptr(), log_sum.data_ptr(), mean_.data_ptr(), total_.data_ptr(), mean, total,
     )  # fmt: skip
-    return stats
+    return top, log_sum, mean_, total_
 
 
 def row_grad(

@@ -314,7 +314,8 @@ T maximum_of_bad_row(const Rows& x, int64_t row, int64_t vocab, T rate) {
 
 template <typename T>
 struct Stats {
-  T *top, *log_sum, *mean, *total; // [N] each; mean and total null where not wanted
+  T *top, *log_sum, *mean, *total; // [N] each
+  bool with_mean, with_total; // NaN otherwise
 };
 
 template <typename T>
@@ -322,8 +323,8 @@ void finish(const Sums& sums, int64_t row, const Stats<T>& out) {
   const bool bad = std::isnan(sums.mass), empty = !bad && sums.top == -INF<double>;
   out.top[row] = static_cast<T>(sums.top);
   out.log_sum[row] = bad ? NaN<T> : empty ? -INF<T> : static_cast<T>(std::log(sums.mass));
-  if (out.mean) out.mean[row] = bad || empty ? NaN<T> : static_cast<T>(sums.first / sums.mass);
-  if (out.total) out.total[row] = bad || empty ? NaN<T> : static_cast<T>(sums.spread);
+  out.mean[row] = bad || empty || !out.with_mean ? NaN<T> : static_cast<T>(sums.first / sums.mass);
+  out.total[row] = bad || empty || !out.with_total ? NaN<T> : static_cast<T>(sums.spread);
 }
 
 template <typename T>
@@ -333,7 +334,7 @@ void row_stats_of(const Rows& x, int64_t rows, int64_t vocab, const T* scale, T 
   const auto rate = [&](int64_t row) { return scale ? scale[row] : factor; };
   for_each_segment(rows, vocab, [&](int64_t row, int64_t begin, int64_t end) {
     found[row * parts + begin / SEGMENT] =
-        segment_sums<T>(x, row, begin, end, rate(row), out.mean != nullptr, out.total != nullptr);
+        segment_sums<T>(x, row, begin, end, rate(row), out.with_mean, out.with_total);
   });
   for (int64_t row = 0; row < rows; ++row) {
     Sums sums = found[row * parts];
@@ -477,13 +478,14 @@ static int64_t rows_of(int64_t dims, const int64_t* sizes) {
 extern "C" void slime_row_stats(
     void* x, int64_t type, int64_t dims, const int64_t* shape, // [..., V], read only
     const void* scale, double factor, // [N], or null for `factor`
-    void* top, void* log_sum, void* mean, void* total) { // [N] written; the last two may be null
+    void* top, void* log_sum, void* mean, void* total, // [N], written
+    int64_t with_mean, int64_t with_total) {
   const Rows view(x, type, dims, shape, shape + dims);
   const int64_t rows = rows_of(dims, shape), vocab = shape[dims - 1];
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const auto as = [](void* p) { return static_cast<T*>(p); };
-    const Stats<T> out{as(top), as(log_sum), as(mean), as(total)};
+    const Stats<T> out{as(top), as(log_sum), as(mean), as(total), with_mean != 0, with_total != 0};
     row_stats_of<T>(view, rows, vocab, static_cast<const T*>(scale), static_cast<T>(factor), out);
   };
   type == DOUBLE ? run(double()) : run(float());

@@ -108,7 +108,17 @@ def _load(path: Path) -> Functions:
     library = ctypes.CDLL(str(path))
     address, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     stats, grad = library.slime_row_stats, library.slime_row_grad
-    stats.argtypes = [address, number, number, address, address, real, *[address] * 4]
+    stats.argtypes = [
+        address,
+        number,
+        number,
+        address,
+        address,
+        real,
+        *[address] * 4,
+        number,
+        number,
+    ]
     grad.argtypes = [
         address, number, address, number, number, address,
         address, number, address, address, address, number, number,

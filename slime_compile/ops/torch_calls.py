@@ -30,17 +30,6 @@ Work = Callable[[slice, Tensor, Tensor], None]
 """Done for each chunk: the rows' numbers, a view [R, V] of them, scratch [2 or 3, R, V] in the compute dtype."""
 
 
-def new_stats(x: Tensor, mean: bool, total: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for `max`, `log_sum`, `mean`, `total` [..., 1]; NaN in what is not read."""
-    top, log_sum, mean_, total_ = (
-        x.new_empty([*x.shape[:-1], 1], dtype=compute_dtype(x.dtype)) for _ in range(4)
-    )
-    for stat, read in ((mean_, mean), (total_, total)):
-        if not read:
-            stat.fill_(torch.nan)
-    return top, log_sum, mean_, total_
-
-
 def row_stats(
     x: Tensor, scale: Tensor | None, factor: float, mean: bool, total: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,8 +38,8 @@ def row_stats(
     rows = [*x.shape[:-1], 1]
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).reshape(-1, 1)
-    results = new_stats(x, mean, total)
-    stats = [stat.view(-1, 1) for stat in results]
+    top, log_sum, mean_, total_ = (x.new_full(rows, torch.nan, dtype=compute) for _ in range(4))
+    stats = [stat.view(-1, 1) for stat in (top, log_sum, mean_, total_)]
 
     def work(at: slice, part: Tensor, scratch: Tensor) -> None:
         d, p = scratch.unbind()
@@ -58,7 +47,7 @@ def row_stats(
         _chunk_stats(part, factors, d, p, [stat[at] for stat in stats], mean, total)
 
     _for_each_chunk(x, work, compute, 2)
-    return results
+    return top, log_sum, mean_, total_
 
 
 def _chunk_stats(
