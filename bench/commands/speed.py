@@ -1,7 +1,8 @@
-"""`python -m bench speed`: forward, backward and both, beside every peer that is installed.
+"""`python -m bench speed`: forward, backward and both, beside every peer that is installed; then loss by loss.
 
 Entry point: `main`. All ways over given logits run in turn in one process over copies of the logits; all that take
-hidden states and a weight, in another. Bytes that cannot be avoided over given logits of N*V*size bytes:
+hidden states and a weight, in another. `speed_losses.py` has the plain losses beside inductor. Bytes that cannot be
+avoided over given logits of N*V*size bytes:
 
     forward    one read                N*V*size
     backward   one read, one write     2*N*V*size
@@ -12,7 +13,6 @@ A share of the limit is the time of these bytes at the speed of a copy, measured
 import argparse
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from bench.cases.losses import Case, Problem
 from bench.cases.peers import PEERS, Peer
+from bench.commands import speed_losses
 from bench.measure import measure, plots
 from bench.measure.cells import Cells, Store, run_cells, write_table
 from bench.measure.measure import clock_of
+from bench.measure.turns import COPIES, Run, computed, copy_of, in_turn
 
-COPIES = 2  # of the logits in turn, each larger than the caches
 _SIZES = {
     # rows, vocabulary, hidden, of given logits and of linear losses
     "cpu": [(1024, 32_000, 512)],
     "cuda": [(9_216, 76_032, 4096), (8_192, 151_936, 4096)],
 }
-_LEAST, _MOST = 3, 30  # rounds
 
 
 def main(options: argparse.Namespace) -> None:
@@ -46,9 +46,12 @@ def main(options: argparse.Namespace) -> None:
         for dtype in (("float32",) if linear and device == "cpu" else ("float32", "bfloat16"))
     ]
     cells: Cells = {_name(c): functools.partial(_cell, c, options.seconds) for c in cases}
+    rows, vocab, _ = _SIZES[device][0]
+    cells |= speed_losses.cells(rows, vocab, device, options.seconds)
     run_cells(store, cells, until=until)
     found = [case for case in cases if _name(case) in store.cells]
-    write_table(store, [_table(store, case) for case in found])
+    tables = [_table(store, case) for case in found]
+    write_table(store, tables + speed_losses.tables(store, rows, vocab, device))
     _plot(store, found)
 
 
@@ -75,7 +78,7 @@ def speeds(case: Case, seconds: float) -> dict[str, Any]:
     problem = Problem(case, with_truth=False)
     copies = [[value.clone() for value in problem.wide] for _ in range(COPIES)]
     peers = {name: p for name, p in PEERS.items() if p.linear == (case.variant == "inside")}
-    runs: dict[str, Callable[[int], tuple[float, float]]] = {}
+    runs: dict[str, Run] = {}
     missing: dict[str, str] = {}
     clock = clock_of(case.device)
     for name, peer in peers.items():
@@ -86,13 +89,8 @@ def speeds(case: Case, seconds: float) -> dict[str, Any]:
             runs.pop(name, None)
             missing[name] = _why(peer, case, error)
     if case.variant == "given":
-        runs["copy"] = _copy(copies, clock)
-    rounds = _in_turn(runs, seconds)
-    medians = {
-        name: [1e3 * statistics.median(t) for t in zip(*r, strict=True)]
-        for name, r in rounds.items()
-    }
-    return {"times_ms": medians, "missing": missing}
+        runs["copy"] = copy_of(copies, clock)
+    return {"times_ms": in_turn(runs, seconds), "missing": missing}
 
 
 def _why(peer: Peer, case: Case, error: Exception) -> str:
@@ -105,13 +103,13 @@ def _why(peer: Peer, case: Case, error: Exception) -> str:
 
 def _run(
     peer: Peer, problem: Problem, copies: list[list[Tensor]], clock: Callable[[], float]
-) -> Callable[[int], tuple[float, float]]:
+) -> Run:
     function, target = peer.make(), problem.rows[0]
     grads = [torch.randn(target.shape, device=target.device) for _ in range(2)]
 
     def run(number: int) -> tuple[float, float]:
         leaves = [value.detach().requires_grad_() for value in copies[number % COPIES]]
-        inputs = [leaf if peer.linear else _computed(leaf) for leaf in leaves]
+        inputs = [leaf if peer.linear else computed(leaf) for leaf in leaves]
         start = clock()
         found = function(*inputs, target)
         middle = clock()
@@ -124,51 +122,6 @@ def _run(
         return middle - start, end - middle
 
     return run
-
-
-class _Computed(torch.autograd.Function):
-    """A non-leaf over the same memory, as logits are after a model; its gradient goes nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
-        return None
-
-
-def _computed(leaf: Tensor) -> Tensor:
-    found: Tensor = _Computed.apply(leaf)
-    return found
-
-
-def _copy(
-    copies: list[list[Tensor]], clock: Callable[[], float]
-) -> Callable[[int], tuple[float, float]]:
-    into = torch.empty_like(copies[0][0])
-
-    def run(number: int) -> tuple[float, float]:
-        start = clock()
-        into.copy_(copies[number % COPIES][0])
-        return clock() - start, 0.0
-
-    return run
-
-
-def _in_turn(
-    runs: dict[str, Callable[[int], tuple[float, float]]], seconds: float
-) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    end = time.perf_counter() + seconds
-    for number in range(1 + _MOST):
-        if number > _LEAST and time.perf_counter() > end:
-            break
-        for name, run in runs.items():
-            pair = run(number)
-            if number:
-                found[name].append(pair)
-    return found
 
 
 # ---- table and plot -----------------------------------------------------------------------------------------------

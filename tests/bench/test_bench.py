@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import slime_compile
 from bench.cases.losses import SPELLINGS, VARIANTS, Case, Problem, errors, truth
 from bench.cases.peers import PEERS
-from bench.commands import loss, memory, readme, speed
+from bench.cases.row_losses import LOSSES
+from bench.commands import loss, memory, readme, speed, speed_losses
 from bench.measure import cells
 from bench.measure.cells import Store, run_cells, write_table
 from bench.measure.measure import CellFailed, Step
@@ -120,6 +122,30 @@ def test_a_missing_peer_is_a_row_that_says_so(tmp_path: Path) -> None:
     _, _, rows = speed._table(store, case)
     assert ["Liger cross entropy", PEERS["Liger cross entropy"].computes, "not installed"] in rows
     assert rows[0][:6] == ["eager", "log-prob, entropy", "2.00", "2.00", "4.00", "2.00"]
+
+
+def test_a_loss_stands_beside_inductor_and_a_copy(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    names = list(speed_losses.cells(8, VOCAB, "cpu", 1.0))
+    times = {f"{name}: inductor": [4.0, 6.0] for name in LOSSES}
+    times |= {f"{name}: slime_fused": [2.0, 3.0] for name in LOSSES} | {"copy": [1.5, 0.0]}
+    store.cells = {
+        names[0]: {"times_ms": times, "logits_bytes": 1500},
+        names[1]: {"error": "OOM"},
+    }
+    done, failed = speed_losses.tables(store, 8, VOCAB, "cpu")
+    assert done[2][0] == ["cross entropy, mean", "10.0", "5.0", "0.50", "2.0", "38%", "3.0", "50%"]
+    assert [row[0] for row in done[2]] == [*LOSSES, "copy: 1.5 ms, 0.0 GB/s"]
+    assert failed[2] == [["OOM"]]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_given_logits_are_fused(name: str) -> None:
+    """Else the table would compare inductor with itself."""
+    problem = Problem(Case("given", rows=8, vocab=VOCAB))
+    arguments = [problem.wide[0].requires_grad_() * 1, *problem.rows]
+    report = slime_compile.explain(LOSSES[name], min_vocab=VOCAB)(*arguments)
+    assert report.fused == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

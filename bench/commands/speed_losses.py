@@ -1,0 +1,143 @@
+"""The part of `python -m bench speed` about plain losses: slime_fused beside inductor, and beside a copy of the logits.
+
+Entry points: `cells` and `tables`. One cell is a dtype, on the CPU also a number of threads and the vector
+instructions that torch may use; all losses and both ways run in turn in one process. speed.py says what the limit is.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.cases.losses import Case, Problem
+from bench.cases.row_losses import LOSSES
+from bench.measure import measure
+from bench.measure.cells import Cells, Store
+from bench.measure.measure import WAYS, clock_of
+from bench.measure.turns import COPIES, Run, computed, copy_of, in_turn
+
+COMPARED = ("inductor", "slime_fused")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a cell is about; no threads and no instructions where the device is no CPU."""
+
+    case: Case
+    threads: int | None = None
+    instructions: str | None = None
+
+    @property
+    def name(self) -> str:
+        where = [f"{self.threads} threads", str(self.instructions)] if self.threads else []
+        case = self.case
+        return ", ".join(
+            ["losses", case.dtype, f"N = {case.rows}", f"V = {case.vocab}", *where]
+        ).replace("1 threads", "1 thread")
+
+
+def _settings(rows: int, vocab: int, device: str) -> list[Setting]:
+    cases = [Case("given", "plain", d, rows, vocab, device=device) for d in ("float32", "bfloat16")]
+    if device != "cpu":
+        return [Setting(case) for case in cases]
+    wider = torch.cpu._is_avx512_supported()
+    instructions = ["avx2", "avx512"] if wider else ["avx2"]
+    threads = sorted({1, min(2, torch.get_num_threads())})
+    return [Setting(c, t, i) for i in instructions for t in threads for c in cases]
+
+
+def cells(rows: int, vocab: int, device: str, seconds: float) -> Cells:
+    return {
+        setting.name: functools.partial(_cell, setting, seconds)
+        for setting in _settings(rows, vocab, device)
+    }
+
+
+def _cell(setting: Setting, seconds: float) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(setting),
+        "times_ms": measure.in_fresh_process(times, setting, seconds),
+        "logits_bytes": setting.case.logits_bytes,
+    }
+
+
+# ---- in the fresh process -----------------------------------------------------------------------------------------
+
+
+def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
+    """Median milliseconds of forward and backward of "loss: way", and of a copy of the logits."""
+    if setting.threads:
+        os.environ["ATEN_CPU_CAPABILITY"] = str(setting.instructions)
+        torch.set_num_threads(setting.threads)
+        used = torch.backends.cpu.get_cpu_capability().lower()
+        if used != setting.instructions:
+            raise RuntimeError(f"torch uses {used} where {setting.instructions} was asked for")
+    problem = Problem(setting.case, with_truth=False)
+    copies = [[value.clone() for value in problem.wide] for _ in range(COPIES)]
+    clock = clock_of(setting.case.device)
+    runs = {
+        f"{name}: {way}": _run(loss, way, problem, copies, clock)
+        for name, loss in LOSSES.items()
+        for way in COMPARED
+    }
+    return in_turn({**runs, "copy": copy_of(copies, clock)}, seconds * len(LOSSES))
+
+
+def _run(
+    loss: Callable[..., Tensor],
+    way: str,
+    problem: Problem,
+    copies: list[list[Tensor]],
+    clock: Callable[[], float],
+) -> Run:
+    how = WAYS[way]
+    assert how is not None
+    function = torch.compile(loss, dynamic=False, **how)
+    grad = torch.ones([problem.case.rows], device=problem.case.device)
+
+    def run(number: int) -> tuple[float, float]:
+        logits = computed(copies[number % COPIES][0].detach().requires_grad_())
+        start = clock()
+        output = function(logits, *problem.rows)
+        middle = clock()
+        output.backward(grad if output.dim() else None)
+        return middle - start, clock() - middle
+
+    return run
+
+
+# ---- table --------------------------------------------------------------------------------------------------------
+
+
+def tables(
+    store: Store, rows: int, vocab: int, device: str
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    """One table for each cell that is finished."""
+    names = [setting.name for setting in _settings(rows, vocab, device)]
+    return [_table(name, store.cells[name]) for name in names if name in store.cells]
+
+
+def _table(name: str, found: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    headers = ["", "inductor ms", "slime_fused ms", "of inductor's"]
+    headers += ["forward ms", "of the limit", "backward ms", "of the limit"]
+    if "error" in found:
+        return name, headers, [[found["error"]]]
+    times_ms = found["times_ms"]
+    copy, rows = times_ms["copy"][0], []
+    for loss in LOSSES:
+        theirs, (forward, backward) = (
+            sum(times_ms[f"{loss}: inductor"]),
+            times_ms[f"{loss}: slime_fused"],
+        )
+        ours = forward + backward
+        ours_ms = [f"{forward:.1f}", f"{copy / 2 / forward:.0%}", f"{backward:.1f}"]
+        both_ms = [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
+        rows.append([loss, *both_ms, *ours_ms, f"{copy / backward:.0%}"])
+    speed = 2e-6 * found["logits_bytes"] / copy
+    rows.append([f"copy: {copy:.1f} ms, {speed:.1f} GB/s"])
+    return name, headers, rows
