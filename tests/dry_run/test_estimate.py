@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.cases.losses import Case
 from slime_compile import estimate_peak
-from slime_compile.ops import cpu
+from slime_compile.ops import torch_calls
 from tests.backend.test_memory import (
     CASES,
     CHUNK_ROWS,
@@ -25,7 +25,7 @@ from tests.backend.test_memory import (
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setenv("SLIME_FUSED_INNER", "aot_eager")
-    monkeypatch.setattr(cpu, "_CHUNK_ELEMENTS", CHUNK_ROWS * VOCAB)
+    monkeypatch.setattr(torch_calls, "_CHUNK_ELEMENTS", CHUNK_ROWS * VOCAB)
 
 
 def fake_arguments(case: Case) -> list[Tensor]:
