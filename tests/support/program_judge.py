@@ -37,8 +37,8 @@ DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
 JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
-    r"[<>]|==|!=|\b(arg|a?max|a?min|maximum|minimum|clamp|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all"
-    r"|count_nonzero|to\(torch\.u?int|nan_to_num|multi_margin)"
+    r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
+    r"|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
 )
 
 

@@ -1,0 +1,92 @@
+"""Small programs of plain torch: what generated programs failed on, reduced; and what a mutant survived without.
+
+Entry points: `RIGHT`, which the judge calls equal, and `OPEN`, which it does not, with the fault. A row is a name, the
+statements over the arguments of `program_inputs`, and the tensors where they are not the plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.program_inputs import Spec
+from tests.support.programs import Program
+
+
+def program(*statements: str, **spec: Any) -> Program:
+    *before, last = statements
+    return Program((*before, f"return ({last},)"), Spec(**spec))
+
+
+SQUARE = {"lead": (7,), "vocab": 7}
+PICKED = "v0.gather(-1, t[..., None])"
+
+RIGHT: dict[str, Program] = {
+    # which values meet
+    "a value and its transpose": program("v0 = x.log_softmax(-1)", "v0 = v0 + v0.transpose(0, 1)", PICKED, **SQUARE),
+    "softmaxes over both dimensions": program("v0 = x.log_softmax(-1) + x.t().log_softmax(-1)", PICKED, **SQUARE),
+    "two scales, one shift": program("(x.exp() + (x * 2).exp()).sum(-1).log()"),
+    "two shifts, one scale": program("(x.exp() + (x - 1).exp()).sum(-1).log()"),
+    "a softmax and its numerator": program("(x.softmax(-1) + (x - x.amax(-1, True)).exp()).sum(-1)"),
+    "two targets": program("F.one_hot(t, 7) * x.log_softmax(-1) - F.one_hot(t.flip(0), 7) * x.log_softmax(-1)".join(["((", ").abs() * w[:, None]).sum(-1)"])),
+    "two columns of one value": program("v0 = x.log_softmax(-1)", f"{PICKED} * w[:, None] - v0.gather(-1, t.flip(0)[..., None])"),
+    "another use of the scaled logits": program("v0 = (h @ e.t()) / 0.7", "v0.log_softmax(-1).gather(-1, t[..., None]), v0.sin().sum(-1)"),
+    "another use of masked logits": program("v0 = torch.where(keep[:, None], h @ e.t(), 0)", "v0.log_softmax(-1)[:, 2], v0.sin().sum(-1)"),
+    "another use of weighted logits": program("v0 = (h @ e.t()) * w[:, None]", "v0.logsumexp(-1), (v0 * v0.cos()).sum(-1)"),
+    # what is not linear
+    "a square of the logits": program("x.square().sum(-1), x.logsumexp(-1)"),
+    "the logits times themselves": program("(x * x * x.softmax(-1)).sum(-1), x.logsumexp(-1)"),
+    "a softmax times logits times logits": program("((x.softmax(-1) * x) * x).sum(-1)"),
+    "a division that rounds down": program("v0 = x.log_softmax(-1).div(0.5, rounding_mode='floor')", PICKED),
+    "a division of one softmax": program("(1 / x.softmax(-1)).gather(-1, t[..., None])"),
+    "a cube": program("v0 = x.log_softmax(-1) ** 3", f"{PICKED}, x.logsumexp(-1)"),
+    "log of a sum of softmaxes": program("v0 = (x.softmax(-1) + (x * 2).softmax(-1)).log()", PICKED),
+    "exp of a softmax": program("v0 = x.softmax(-1).exp()", PICKED),
+    "alpha": program("v0 = torch.sub(x.log_softmax(-1), x.softmax(-1), alpha=3)", PICKED),
+    "the place of the smallest": program("(-x).argmax(-1), x.logsumexp(-1)"),
+    "the place of the smallest in max": program("(x * -2).max(-1).indices, x.logsumexp(-1)"),
+    # which dimension
+    "a gather over rows": program("v0 = x.log_softmax(-1)", "v0.gather(0, t[None]), v0[:, 1]", **SQUARE),
+    "a sum over rows": program("v0 = x.log_softmax(-1)", "v0.sum(0), v0[:, 1]", **SQUARE),
+    "a mean over rows": program("v0 = x.log_softmax(-1)", "v0.mean(0), v0[:, 1]", **SQUARE),
+    "a maximum over rows": program("v0 = x.log_softmax(-1)", "v0.amax(0), v0[:, 1]", **SQUARE),
+    "some columns": program("v0 = x.log_softmax(-1)", "v0[:, 2:5].sum(-1), v0[:, 1]", **SQUARE),
+    "a mask of rows as columns": program("v0 = (torch.arange(7)[:, None] == t[:, None]).expand(7, 7) * x.log_softmax(-1)", "v0.sum(-1)", **SQUARE),
+    "several columns per row": program("v0 = (torch.arange(7) == torch.stack([t] * 7, -1)) * x.log_softmax(-1)", "v0.sum(-1)"),
+    "everywhere but at the target": program("v0 = (torch.arange(7) != t[:, None]) * x.log_softmax(-1)", "v0.sum(-1)"),
+    # which rows
+    "rows from the end": program("v0 = x[-3:-1].log_softmax(-1)", "v0.logsumexp(-1), v0[:, 2]"),
+    "rows by steps": program("v0 = x.log_softmax(-1)[::2]", "v0[:, 2], (v0.exp() * v0).sum(-1)"),
+    "rows by steps from the middle": program("v0 = x.log_softmax(-1)[1:4:2]", "v0[:, 2], (v0.exp() * v0).sum(-1)"),
+    "rows rolled": program("v0 = x.log_softmax(-1).roll(1, 0)", "v0[:, 2] * w, (v0.exp() * v0).sum(-1)"),
+    "rows turned around": program("v0 = torch.stack(x.log_softmax(-1).unbind(0)[::-1])", "v0[:, 2] * w"),
+    "rows twice": program("v0 = torch.cat([x.log_softmax(-1)[:2], x.log_softmax(-1)[:2]])", "v0[:, 2]"),
+    "rows without the last": program("v0 = torch.cat([a for a in x.log_softmax(-1).split(2)][:-1])", "v0[:, 2]"),
+    "rows of a sample and of all": program("v0 = x.log_softmax(-1)", "v0[1:3][:, 2], v0[:, 3] * w, v0[2:].exp()[:, 1]"),
+    "a part of the rows written": program("v0 = x.clone()", "v0[1:3] = y[1:3]", "v0.log_softmax(-1)[:, 2]", grads=("inside", "leaf")),
+    "chunks of different scales": program("v0 = torch.cat([(a * (k + 1)).log_softmax(-1) for k, a in enumerate(x.split(2))])", PICKED),
+    "infinite rows": program("v0 = torch.where(keep[:, None], x, math.inf).log_softmax(-1)", "torch.where(keep, v0[:, 2], 0)"),
+    "minus infinite rows": program("v0 = torch.where(keep[:, None], x, -math.inf).log_softmax(-1)", "torch.where(keep, v0[:, 2], 0)"),
+    # found by generated programs, and right by now
+    "always the first row": program("y[torch.arange(1).expand(y.shape[0]), t]"),
+    "a column that is no whole number": program("((torch.arange(7) == u[..., None]) * x.log_softmax(-1)).sum(-1)", misses="float"),
+    "one row three times": program("v0 = x[torch.fmod(torch.arange(3) + 2, len(x))]", "v0.softmax(-1).square().sum(-1)", lead=(1,)),
+    "two rows three times": program("v0 = x.softmax(-1)[torch.fmod(torch.arange(3) + 2, len(x))]", "v0.square().mean(-1)", lead=(2,)),
+}  # fmt: skip
+
+INF = {"rows": ("plain", "one +inf")}
+FLOAT64 = "what is asked for in float64 is computed in float32"
+INFINITE = "eager code has an infinite value in a row with +inf"
+OPEN: dict[str, tuple[str, Program]] = {
+    "logsumexp in float64": (FLOAT64, program("x.double().logsumexp(1)")),
+    "softmax in float64": (FLOAT64, program("x.softmax(-1, dtype=torch.float64).log().amax(1)")),
+    "logsumexp of a row with +inf": (INFINITE, program("x.logsumexp(1)", **INF)),
+    "exponentials of a row with +inf": (INFINITE, program("x.exp().sum(1)", **INF)),
+    "log-prob beside +inf": (INFINITE, program("v0 = x - x.logsumexp(-1, True)", PICKED, **INF)),
+    "cross entropy over a row with +inf": (
+        "the gradient is finite there",
+        program("F.cross_entropy(x, t, reduction='none')", **INF),
+    ),
+    "a softmax's sum over a row with +inf": ("it is taken for 1", program("x.softmax(-1).sum(-1)", **INF)),
+    "a softmax's sum over a row with NaN": ("it is taken for 1", program("x.softmax(-1).sum(-1)", rows=("plain", "one NaN"))),
+    "a column of the log of a softmax": ("the pass raises", program("x.softmax(-1).log().select(-1, 1).sum()")),
+}  # fmt: skip

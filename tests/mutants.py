@@ -1,0 +1,756 @@
+"""Breaks one precondition at a time, and asks the tests whether they see it: `make mutants`.
+
+Each mutant is one exact replacement in one file of a temporary copy of the packages, and the tests that should fail for
+it. Killed: a test fails. Survived: they all pass, so that nothing holds the precondition. The list is written by hand,
+what a person could forget to check: in the rules, the packer, the collectives and the in-place checks. It is data, and
+longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N` several at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COPIED = ("fx_passes", "slime_compile", "tests", "pyproject.toml")
+SECONDS = 600  # a mutant that makes a walk endless is killed, too
+
+FX = "tests/fx_passes/"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file` below fx_passes/ and becomes `new`; `tests` are pytest's arguments."""
+
+    name: str
+    file: str
+    tests: str
+    old: str
+    new: str
+
+    @property
+    def arguments(self) -> list[str]:
+        file, *chosen = self.tests.split(" ", 1)
+        return [FX + file, *(["-k", chosen[0]] if chosen else [])]
+
+    def applied(self, text: str) -> str:
+        """The file's text with the mutation.
+
+        Raises:
+            ValueError: `old` does not stand there exactly once.
+        """
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"{self.name}: {self.old!r} must stand once in {self.file}, stands {text.count(self.old)} times"
+            )
+        return text.replace(self.old, self.new)
+
+
+# fmt: off
+# name, file, pytest's file and -k, the text, what it becomes
+MUTANTS = [
+    Mutant(*fields)
+    for fields in (
+        (
+            "forms over two logits are added", "algebra/arithmetic.py", "test_near_misses.py (left_as or torchs_own or beside) and (expected_reward or forward_kl or two)",
+            "if left.x is not None and right.x is not None and left.x is not right.x:",
+            "if False:",
+        ),
+        (
+            "forms with the vocabulary elsewhere are added", "algebra/arithmetic.py", "test_soundness.py vocabulary_elsewhere",
+            "    if left.vdim != right.vdim:",
+            "    if False:",
+        ),
+        (
+            "one-hot terms are not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or one_hot or temperature_per_token)",
+            "hots=tuple(replace(t, weight=t.weight * factor) for t in form.hots),",
+            "hots=form.hots,",
+        ),
+        (
+            "b of an exponential is not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (entropy_coefficient_zero or entropy_as_given or entropy_cast_back or two_temperatures or group_policy_loss or jensen)",
+            "exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b * factor, t.extent) for t in form.exps),",
+            "exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b, t.extent) for t in form.exps),",
+        ),
+        (
+            "a value beside is not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (log_probs_and or entropy_as_given or model_output or softcap)",
+            "others=tuple((node, weight * factor) for node, weight in form.others),",
+            "others=form.others,",
+        ),
+        (
+            "terms of other scales are merged", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (two_temperatures or raw_beside)",
+            "if other.scale == term.scale and other.shift == term.shift:",
+            "if other.shift == term.shift:",
+        ),
+        (
+            "terms of other shifts are merged", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (packed or ragged or row_loop or raw_beside or vocabulary_mask)",
+            "if other.scale == term.scale and other.shift == term.shift:",
+            "if other.scale == term.scale:",
+        ),
+        (
+            "columns of other indices are merged", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (many_columns or top_k or smoothed)",
+            "        if other.index == hot.index:",
+            "        if True:",
+        ),
+        (
+            "rows that overlap are overlaid", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (packed or ragged or preference or microbatches or slices_of)",
+            "if other.extent and term.extent and other.extent.disjoint(term.extent):",
+            "if other.extent and term.extent:",
+        ),
+        (
+            "a part of one side need not be zero on the other's rows", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (chunk or split or ragged or packed)",
+            "if (x is None or y is None) and not any(",
+            "if False and not any(",
+        ),
+        (
+            "columns are joined where neither is zero outside", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (chunk or split or ragged or packed or slices_of)",
+            "        if apart and all(node in zero_outside for node in other.index + hot.index):",
+            "        if apart:",
+        ),
+        (
+            "a square of the logits is no reason to refuse", "algebra/arithmetic.py", "test_soundness.py square or squared",
+            "    if not left.f.is_zero and not right.f.is_zero:",
+            "    if False:",
+        ),
+        (
+            "an exponential times the logits forgets the scale", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (two_temperatures or temperature_number or entropy_expected or group_policy)",
+            "b = b + term.a * affine_side.f * inverse",
+            "b = b + term.a * affine_side.f",
+        ),
+        (
+            "a softmax times two factors of logits", "algebra/arithmetic.py", "test_near_misses.py (left_as or torchs_own or beside) and (third_moment)",
+            "            if not term.b.is_zero or inverse is None:",
+            "            if inverse is None:",
+        ),
+        (
+            "a product of two softmaxes", "algebra/arithmetic.py", "test_soundness.py precision",
+            "    if left.exps and right.exps:",
+            "    if False:",
+        ),
+        (
+            "a clamped value counts beside any exponential", "algebra/arithmetic.py", "test_soundness.py clamp or garbage or lowest",
+            "        if one.clamped and not vanish:",
+            "        if False:",
+        ),
+        (
+            "a clamped value is added", "algebra/arithmetic.py", "test_soundness.py garbage or lowest or clamp",
+            "        if one.clamped and not two.is_row:",
+            "        if False:",
+        ),
+        (
+            "the clamp is forgotten", "rules/guards.py", "test_soundness.py garbage or lowest or clamp",
+            "    return operand.with_(clamped=True)",
+            "    return operand",
+        ),
+        (
+            "a mask's index is taken to hit", "rules/operands.py", "test_soundness.py miss",
+            "    return c.emitter.where(hits, index, zero), Poly.atom(hit)",
+            "    return c.emitter.where(hits, index, zero), Poly.number(1.0)",
+        ),
+        (
+            "an index below 0 is taken to hit", "rules/operands.py", "test_soundness.py miss",
+            "call(aten.ge.Scalar, index, 0)",
+            "call(aten.ge.Scalar, index, -1000)",
+        ),
+        (
+            "an index of V or more is taken to hit", "rules/operands.py", "test_soundness.py miss",
+            "inside = call(aten.lt.Scalar, index, c.size_of(mask.form, mask.form.vdim))",
+            "inside = call(aten.le.Scalar, index, 100000)",
+        ),
+        (
+            "a negated mask counts as the mask", "rules/operands.py", "test_soundness.py miss or mask",
+            "    if mask.guard is not Guard.COLUMN or mask.negated:",
+            "    if mask.guard is not Guard.COLUMN:",
+        ),
+        (
+            "logits may be broadcast against larger values", "rules/operands.py", "test_soundness.py broadcast or one_row or layout",
+            "        if form.x is not None and not all(map(same, form.shape, shape)):",
+            "        if False:",
+        ),
+        (
+            "a fraction is a column", "rules/indices.py", "test_soundness.py miss",
+            "    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)",
+            "    return True",
+        ),
+        (
+            "bytes name elements", "rules/indices.py", "test_soundness.py miss or indices",
+            '    return getattr(value(node), "dtype", None) in _EXACT',
+            "    return True",
+        ),
+        (
+            "counting may begin anywhere", "rules/indices.py", "test_soundness.py counting",
+            '    if node.op != "call_function" or node.kwargs.get("start", 0) != 0:',
+            '    if node.op != "call_function":',
+        ),
+        (
+            "counting may skip", "rules/indices.py", "test_soundness.py counting",
+            '    if node.kwargs.get("step", 1) != 1 or value(node).dtype not in _EXACT:',
+            "    if value(node).dtype not in _EXACT:",
+        ),
+        (
+            "an expanded count of one counts", "rules/indices.py", "test_soundness.py counting",
+            "        return place if same(shape[place], inner[axis]) else None",
+            "        return place",
+        ),
+        (
+            "a slice of a count from elsewhere counts", "rules/indices.py", "test_soundness.py counting",
+            "        return axis if node.args[1] % rank != axis or _from_zero(node) else None  # type: ignore[operator]",
+            "        return axis",
+        ),
+        (
+            "a slice of a count with a step counts", "rules/indices.py", "test_soundness.py counting",
+            " and node.args[4:5] in ((), (1,))",
+            "",
+        ),
+        (
+            "an unsqueeze leaves the axis", "rules/indices.py", "test_soundness.py counting or broadcast or miss",
+            "        return axis + int(node.args[1] % rank <= axis)  # type: ignore[operator]",
+            "        return axis",
+        ),
+        (
+            "a roll of another length", "rules/indices.py", "test_soundness.py row_order",
+            "    if not whole or not same(shape_of(counted)[0], size) or not isinstance(shift, int):",
+            "    if not whole or not isinstance(shift, int):",
+        ),
+        (
+            "a larger number is the lowest", "rules/guards.py", "test_soundness.py another_mask or garbage",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= -1000.0 else None",
+        ),
+        (
+            "above the lowest number is not -inf", "rules/guards.py", "test_soundness.py another_mask",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node) else None",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None",
+        ),
+        (
+            "p > anything is p > 0", "rules/guards.py", "test_near_misses.py (left_as or torchs_own or beside) and (nucleus or clamped)",
+            "    if form.is_exp and number == 0:\n        return Guard.NULL, True",
+            "    if form.is_exp:\n        return Guard.NULL, True",
+        ),
+        (
+            "a clamped value is compared", "rules/guards.py", "test_soundness.py garbage or another_mask",
+            "            known = None if operand.clamped else guards(node, operand, number)",
+            "            known = guards(node, operand, number)",
+        ),
+        (
+            "a guard of another value's NaN", "rules/guards.py", "test_soundness.py another_mask",
+            "        if right == mask.form:",
+            "        if True:",
+        ),
+        (
+            "a guard of another logits' probability", "rules/guards.py", "test_soundness.py another_mask",
+            "        if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):",
+            "        if all(_vanishes(c, mask, term) for term in right.exps):",
+        ),
+        (
+            "a guard of any probability", "rules/guards.py", "test_soundness.py another_mask",
+            "        if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):",
+            "        if right.x is mask.form.x:",
+        ),
+        (
+            "a weighted probability is zero where it is", "rules/guards.py", "test_soundness.py another_mask",
+            "        plain = not others and guarded.b.is_zero and c.rows.is_positive(guarded.a)",
+            "        plain = True",
+        ),
+        (
+            "a guard puts anything", "rules/guards.py", "test_soundness.py another_mask",
+            "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:",
+            "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and right.is_exp:",
+        ),
+        (
+            "a column keeps what was there", "rules/guards.py", "test_soundness.py miss",
+            "    weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit",
+            "    weight = column(c, inside, (at,)) * hit",
+        ),
+        (
+            "where chooses the other side", "rules/guards.py", "test_spellings.py test_spelling and fp32 and (where or entropy_xlogy or special)",
+            "            condition, chosen, other = condition.invert(), other, chosen",
+            "            condition = condition.invert()",
+        ),
+        (
+            "rows are filled with an infinite value", "rules/guards.py", "test_soundness.py garbage or another_mask",
+            "    if constant is not None and not math.isfinite(constant):",
+            "    if False:",
+        ),
+        (
+            "masked rows are read", "rules/guards.py", "test_soundness.py garbage",
+            "    yes, no = (Poly.atom(c.rows.place(c.emitter.cast(flag, dtype))) for flag in flags)",
+            "    yes, no = (Poly.atom(c.emitter.cast(flag, dtype)) for flag in flags)",
+        ),
+        (
+            "a comparison's index may have columns", "rules/guards.py", "test_soundness.py counting or miss",
+            "        if same(shape_of(index)[-1], 1):",
+            "        if True:",
+        ),
+        (
+            "a count along the rows is one of columns", "rules/guards.py", "test_soundness.py counting",
+            "        last = counting_axis(columns) == rank_of(columns) - 1",
+            "        last = counting_axis(columns) is not None",
+        ),
+        (
+            "a gather over another dimension", "rules/columns.py", "test_near_misses.py (left_as or torchs_own or beside) and (softmax_over)",
+            "    if dim % len(form.shape) != form.vdim or not isinstance(index, Node) or not rank_of(index):",
+            "    if not isinstance(index, Node) or not rank_of(index):",
+        ),
+        (
+            "rows are not counted along their dimension", "rules/columns.py", "test_soundness.py counting",
+            "    counted = place >= 0 and counting_axis(rows) == place",
+            "    counted = place >= 0 and counting_axis(rows) is not None",
+        ),
+        (
+            "as many rows as columns need not be counted", "rules/columns.py", "test_soundness.py counting or indices",
+            "    return counted and guarded_same(shape_of(rows)[place], shape_of(columns)[dim])",
+            "    return counted",
+        ),
+        (
+            "an index may be a mask", "rules/columns.py", "test_soundness.py indices or miss",
+            "    if rank_of(columns) != lead or not all(map(is_index, nodes)):",
+            "    if rank_of(columns) != lead:",
+        ),
+        (
+            "indexing does not count from the end", "rules/columns.py", "test_spellings.py negative_target",
+            "    return c.emitter.where(call(aten.lt.Scalar, columns, 0), counted, columns)",
+            "    return columns",
+        ),
+        (
+            "several columns are overwritten", "rules/columns.py", "test_soundness.py repeat",
+            "    if not (accumulate or same(shape_of(index)[dim], 1)):",
+            "    if False:",
+        ),
+        (
+            "what is overwritten stays", "rules/columns.py", "test_soundness.py precision or indices",
+            "        weight = weight - column(c, form, (index,))",
+            "        pass",
+        ),
+        (
+            "an overwritten column may cancel", "rules/columns.py", "test_soundness.py precision",
+            "    hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))",
+            "    hot = OneHot((index,), weight)",
+        ),
+        (
+            "an index with fewer rows is written to all", "rules/columns.py", "test_soundness.py broadcast or indices",
+            "    if dim != form.vdim or not _covers_rows(form, index):",
+            "    if dim != form.vdim:",
+        ),
+        (
+            "a repeated column is held once", "walk/columns.py", "test_soundness.py repeat",
+            "    if hot.index == index and all(same(shape_of(node)[form.vdim], 1) for node in index):",
+            "    if hot.index == index:",
+        ),
+        (
+            "a column of another index hits", "walk/columns.py", "test_soundness.py broadcast or miss or repeat or indices",
+            "        return Poly.atom(c.emitter.where(hit, held, zero))",
+            "        return Poly.atom(held)",
+        ),
+        (
+            "the first row's value at a column is every row's", "walk/columns.py", "test_soundness.py broadcast",
+            "        everywhere = c.spread(",
+            "        everywhere = (lambda form, index: index)(",
+        ),
+        (
+            "a row whose factor is 0 looks at the logits", "walk/columns.py", "test_soundness.py garbage",
+            "    return Poly.atom(c.emitter.where(off, zero, scaled))  # type: ignore[arg-type]",
+            "    return Poly.atom(scaled)  # type: ignore[arg-type]",
+        ),
+        (
+            "0 times -inf at a column", "walk/columns.py", "test_spellings.py special_rows",
+            "    return Poly.atom(c.emitter.where(null, zero, weighted))",
+            "    return Poly.atom(weighted)",
+        ),
+        (
+            "an exponential's weight by the logits is forgotten", "walk/columns.py", "test_soundness.py repeat or precision or dynamic",
+            "    factor = Poly.atom(probability) * (term.a + term.b * y)",
+            "    factor = Poly.atom(probability) * term.a",
+        ),
+        (
+            "the total of the logits is not scaled", "rules/reductions.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or mean)",
+            "    return Poly.atom(plain) * form.f + rows",
+            "    return Poly.atom(plain) + rows",
+        ),
+        (
+            "a sum counts the constant once", "rules/reductions.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or mean)",
+            "    rows = form.e * c.vocabulary(form) if not form.e.is_zero else ZERO",
+            "    rows = form.e",
+        ),
+        (
+            "an expected value without mass is NaN", "rules/reductions.py", "test_spellings.py special_rows",
+            "    return Poly.atom(c.emitter.where(null, zero, product))",
+            "    return Poly.atom(product)",
+        ),
+        (
+            "a sum over rows is one over the vocabulary", "rules/reductions.py", "test_soundness.py vocabulary_elsewhere or sum",
+            '    if form.vdim not in over:\n        raise Refused("rows of full-vocabulary values are summed")',
+            '    if False:\n        raise Refused("rows of full-vocabulary values are summed")',
+        ),
+        (
+            "a maximum over other dimensions", "rules/reductions.py", "test_near_misses.py (left_as or torchs_own or beside) and (two_dimensions)",
+            "    if _reduced_dims(form, dims) != [form.vdim]:",
+            "    if False:",
+        ),
+        (
+            "the argmax of a negative multiple", "rules/reductions.py", "test_spellings.py test_spelling and fp32 and (accuracy) or argmax",
+            "    if not (form.is_affine and factor and factor > 0):",
+            "    if not (form.is_affine and factor):",
+        ),
+        (
+            "weights of several columns are not summed", "rules/reductions.py", "test_soundness.py repeat",
+            "    if same(shape_of(index)[form.vdim], 1):",
+            "    if True:",
+        ),
+        (
+            "a softmax without a column is summed", "rules/reductions.py", "test_soundness.py precision",
+            "    if form.exps and any(hot.replaces for hot in form.hots):",
+            "    if False:",
+        ),
+        (
+            "a clamped value is summed", "rules/reductions.py", "test_soundness.py garbage",
+            "    only_known(form)\n    only_unclamped(form)",
+            "    only_known(form)",
+        ),
+        (
+            "alpha is not looked at", "rules/pointwise.py", "test_spellings.py test_spelling and fp32 and (one_hot or clones or label_smoothing)",
+            "        return add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)",
+            "        return add(one, scaled(two, Poly.number(sign)), c.rows.zero_outside)",
+        ),
+        (
+            "exp of anything", "rules/pointwise.py", "test_near_misses.py (left_as or torchs_own or beside) and (cumsum or nucleus or third)",
+            '    if not form.is_affine:\n        raise Refused("exp of',
+            '    if False:\n        raise Refused("exp of',
+        ),
+        (
+            "log of several softmaxes", "rules/pointwise.py", "test_near_misses.py (left_as or torchs_own or beside) and (log_of_probability)",
+            '    if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:\n        raise Refused("log of',
+            '    if not form.is_exp or not form.exps[0].b.is_zero:\n        raise Refused("log of',
+        ),
+        (
+            "1 / W forgets the weight", "rules/pointwise.py", "test_spellings.py test_spelling and fp32 and (dynamic_fine or proximal)",
+            "    return form.with_(exps=(Exp(-term.scale, -term.shift, _inverse(c, term.a, form)),))",
+            "    return form.with_(exps=(Exp(-term.scale, -term.shift, ONE),))",
+        ),
+        (
+            "a division that rounds", "rules/pointwise.py", "test_soundness.py rounds",
+            "    if rounding_mode is not None or not isinstance(left, Form):",
+            "    if not isinstance(left, Form):",
+        ),
+        (
+            "a power is the second", "rules/pointwise.py", "test_near_misses.py (left_as or torchs_own or beside) and (third_moment)",
+            "    if exponent == 2:",
+            "    if True:",
+        ),
+        (
+            "a softmax that is clamped has an exp", "rules/pointwise.py", "test_soundness.py garbage or lowest",
+            "    if form.clamped and (factor is None or factor < SMALL):",
+            "    if False:",
+        ),
+        (
+            "a slice forgets its step", "rules/row_moves.py", "test_soundness.py row_order",
+            "    x = call(aten.slice.Tensor, form.x, dim, start, stop, step)",
+            "    x = call(aten.slice.Tensor, form.x, dim, start, stop, 1)",
+        ),
+        (
+            "a slice of the vocabulary is one of rows", "rules/row_moves.py", "test_near_misses.py (left_as or torchs_own or beside) and (half_of)",
+            '    if dim == form.vdim:\n        raise Refused("a part of the vocabulary is taken")',
+            '    if False:\n        raise Refused("a part of the vocabulary is taken")',
+        ),
+        (
+            "a slice with a step takes all", "rules/row_moves.py", "test_soundness.py row_order",
+            "    return step == 1 and start == 0 and (stop == END or same(stop, size))",
+            "    return start == 0 and (stop == END or same(stop, size))",
+        ),
+        (
+            "a bound from the end is one from the start", "rules/row_moves.py", "test_soundness.py row_order",
+            "        start = min(max(start + size if start < 0 else start, 0), size)",
+            "        start = min(max(start, 0), size)",
+        ),
+        (
+            "a roll goes the other way", "rules/row_moves.py", "test_spellings.py test_spelling and fp32 and (roll or shifted or minus_cross_entropy_ignored)",
+            "        return _rolled(c, atom, dim, size, -shift)",
+            "        return _rolled(c, atom, dim, size, shift)",
+        ),
+        (
+            "columns are not spread before rows are reshaped", "rules/row_moves.py", "test_spellings.py test_spelling and fp32 and (flat or batch or grid)",
+            "        atom = c.spread(form, atom)\n        return c.emitter.reshape(",
+            "        return c.emitter.reshape(",
+        ),
+        (
+            "pieces with a step are joined", "rules/row_writes.py", "test_soundness.py row_order",
+            '        one_by_one = kind == "select" or step.key[4:] == (1,)',
+            "        one_by_one = True",
+        ),
+        (
+            "pieces in another order are joined", "rules/row_writes.py", "test_soundness.py row_order",
+            '        if kind not in ("slice", "select") or step.key[:3] != (kind, dim, at) or not one_by_one:',
+            '        if kind not in ("slice", "select") or not one_by_one:',
+        ),
+        (
+            "some pieces are all", "rules/row_writes.py", "test_soundness.py row_order",
+            '    if not all_taken or (kind == "select" and dim != 0):',
+            '    if kind == "select" and dim != 0:',
+        ),
+        (
+            "rows are written elsewhere", "rules/row_writes.py", "test_soundness.py row_order or indices",
+            "    if step is None or step.key != key or not same_shape(shape_of(step.parent), shape):",
+            "    if step is None:",
+        ),
+        (
+            "what was in written rows stays", "rules/row_writes.py", "test_spellings.py test_spelling and fp32 and (buffer)",
+            "    return add(scaled(base, Poly.number(1.0) - gone), placed, c.rows.zero_outside)",
+            "    return add(base, placed, c.rows.zero_outside)",
+        ),
+        (
+            "the extent of a step is all of it", "rules/row_writes.py", "test_soundness.py row_order",
+            '    if kind == "slice" and rest[1] != 1:\n        return None\n',
+            "",
+        ),
+        (
+            "a coefficient does not vanish outside", "rules/row_writes.py", "test_spellings.py test_spelling and fp32 and (shifted or packed or preference)",
+            "        if not rest and not vanish:",
+            "        if not rest:",
+        ),
+        (
+            "a row whose f is 0 keeps the center", "walk/gradient.py", "test_soundness.py zero_factor",
+            "        if f.as_number() is not None or center.is_zero:\n            return beside",
+            "        return beside",
+        ),
+        (
+            "the center is not given back to a", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or entropy_shifted)",
+            "        a = self.c.statistics.centered(self.form.x, term.a + term.b * center)",
+            "        a = term.a",
+        ),
+        (
+            "the shift keeps the center", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or log_softmax_gather)",
+            "        return term.scale, center, term.shift - center, a, term.b",
+            "        return term.scale, center, term.shift, a, term.b",
+        ),
+        (
+            "a column is not spread over the rows", "walk/gradient.py", "test_soundness.py broadcast",
+            "            indices.append(self.ordered(self.c.emitter.expand(whole, self._sizes(count))))",
+            "            indices.append(self.ordered(whole))",
+        ),
+        (
+            "a shift that only backward knows is saved", "walk/gradient.py", "test_vocabulary_parallel.py softmax_is_kept",
+            "    if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):\n        return None\n",
+            "",
+        ),
+        (
+            "an exponential that is no probability is saved", "walk/gradient.py", "test_soundness.py saved",
+            "    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:",
+            "    if dtype is torch.float16:",
+        ),
+        (
+            "a softmax is saved in float16", "walk/gradient.py", "test_soundness.py saved",
+            "    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:",
+            "    if term.shift != stats.max + stats.log_sum:",
+        ),
+        (
+            "a value beside is not added", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or log_probs_and or softcap)",
+            "        node = c.emitter.call(aten.add.Tensor, node, term)",
+            "        pass",
+        ),
+        (
+            "what backward makes is not marked", "walk/gradient.py", "test_aliasing.py without_code",
+            "    if _in_backward(c):  # also where",
+            "    if False:  # also where",
+        ),
+        (
+            "float64 is float32", "walk/statistics.py", "test_soundness.py precision",
+            "    return torch.float64 if x is not None and value(x).dtype == torch.float64 else torch.float32",
+            "    return torch.float32",
+        ),
+        (
+            "statistics of one scale serve all", "walk/statistics.py", "test_spellings.py test_spelling and fp32 and (two_temperatures)",
+            "        key = (x, scale)",
+            "        key = (x, Poly.number(1.0))",
+        ),
+        (
+            "logits are overwritten before a later reader", "inplace.py", "test_aliasing.py without_code",
+            "            if order[user] > order[node]:",
+            "            if False:",
+        ),
+        (
+            "logits that leave backward are overwritten", "inplace.py", "test_aliasing.py without_code",
+            '            if user.op == "output":',
+            "            if False:",
+        ),
+        (
+            "logits of another dtype are overwritten", "inplace.py", "test_aliasing.py without_code",
+            "    if old.dtype != new.dtype:",
+            "    if False:",
+        ),
+        (
+            "overlapping logits are overwritten", "inplace.py", "test_aliasing.py odd_layouts",
+            "    if not (leaves_only and _non_overlapping(old)):",
+            "    if not leaves_only:",
+        ),
+        (
+            "given logits are consumed unasked", "inplace.py", "test_aliasing.py given_logits",
+            "    if not consume_logits:",
+            "    if False:",
+        ),
+        (
+            "a leaf is consumed", "inplace.py", "test_aliasing.py leaf or returned_given",
+            '    if reason:\n        raise _Refused(f"the logits are an input and {reason}")\n',
+            "",
+        ),
+        (
+            "a view of given logits is consumed", "inplace.py", "test_aliasing.py consumed_slices",
+            "    if owners[0] is not x:",
+            "    if False:",
+        ),
+        (
+            "two inputs of one storage", "inplace.py", "test_aliasing.py two_inputs",
+            "    if len(owners) > 1:",
+            "    if False:",
+        ),
+        (
+            "another input with a vocabulary is read", "inplace.py", "test_aliasing.py without_code and (consumed or two_inputs)",
+            '            raise _Refused("another input with the same vocabulary is read in backward")',
+            "            pass",
+        ),
+        (
+            "saved logits that a caller sees are overwritten", "inplace.py", "test_aliasing.py returned_logits or second_use",
+            '    if reason is None:\n        raise _Refused("the saved logits alias a value that the caller can see")\n',
+            "",
+        ),
+        (
+            "an element-wise reader is a kernel", "inplace.py", "test_aliasing.py",
+            "            if not _is_kernel(user) and not descendants(user, node) <= before:",
+            "            if False:",
+        ),
+        (
+            "changed inputs are roots", "fuse.py", "test_changed_logits.py divided",
+            "    return frozenset(changed_inputs(graph) if any(map(is_backward, graph.nodes)) else ())",
+            "    return frozenset()",
+        ),
+        (
+            "aliases of changed inputs are roots", "graph/aliases.py", "test_changed_logits.py view",
+            "    return {alias for node in written for alias in aliases.of(node)}",
+            "    return set(written)",
+        ),
+        (
+            "a result of another group is merged", "collectives/__init__.py", "test_vocabulary_parallel.py",
+            "    found = [each for each in _all_reduces(graph) if each.group == group]",
+            "    found = _all_reduces(graph)",
+        ),
+        (
+            "backward's all-reduces are merged", "collectives/__init__.py", "test_vocabulary_parallel.py",
+            "if (each := AllReduce.of(wait)) and not is_backward(wait)]",
+            "if (each := AllReduce.of(wait))]",
+        ),
+        (
+            "a number between is the same on all ranks", "collectives/plan.py", "test_vocabulary_parallel.py",
+            '        if self.is_wide(node) or (has_number(node) and not node.meta.get("slime_fused")):',
+            "        if self.is_wide(node):",
+        ),
+        (
+            "a wide value is gathered", "collectives/plan.py", "test_vocabulary_parallel.py",
+            '        if not is_float_tensor(operand) or self.is_wide(operand):\n            return "not',
+            '        if not is_float_tensor(operand):\n            return "not',
+        ),
+        (
+            "a maximum is a sum", "collectives/plan.py", "test_vocabulary_parallel.py",
+            '    "max": aten.maximum.default,',
+            '    "max": aten.add.Tensor,',
+        ),
+        (
+            "every rank is the first", "collectives/replay.py", "test_vocabulary_parallel.py",
+            "row = call(aten.select.int, call(operator.getitem, pieces, at), 0, rank)",
+            "row = call(aten.select.int, call(operator.getitem, pieces, at), 0, 0)",
+        ),
+        (
+            "what was reduced is not used again", "collectives/replay.py", "test_vocabulary_parallel.py",
+            "                copies[top] = self.reduced.get(top, top)",
+            "                copies[top] = top",
+        ),
+        (
+            "float64 is gathered in float32", "collectives/replay.py", "test_vocabulary_parallel.py",
+            "        dtype = torch.float64 if double else torch.float32",
+            "        dtype = torch.float32",
+        ),
+        (
+            "in-place all-reduces have torch's gradient", "collective_gradients.py", "test_vocabulary_parallel_processes.py gradient_of_a_plain",
+            '        detached = [copy.graph.call_method("detach", (arg,)) for arg in copy.args[:2]]',
+            "        detached = list(copy.args[:2])",
+        ),
+    )
+]
+# fmt: on
+
+
+# ---------------------------------------------------------------- running
+
+
+def verdict(mutant: Mutant | None, arguments: Sequence[str]) -> str:
+    """What the tests say of a copy with the mutant, or of a copy as it is: "survived", "killed", or what broke."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = REPOSITORY / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        if mutant is not None:
+            target = copy / "fx_passes" / mutant.file
+            target.write_text(mutant.applied(target.read_text()))
+        process = multiprocessing.get_context("fork").Process(target=_tests, args=(copy, arguments))
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return "killed"
+        outcomes = {0: "survived", 1: "killed", 5: "no test was chosen"}
+        return outcomes.get(process.exitcode or 0, f"broken, exit code {process.exitcode}")
+
+
+def _tests(copy: Path, arguments: Sequence[str]) -> None:
+    """In a process that has imported torch and nothing of this repository."""
+    import pytest
+
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    log = os.open(copy / "log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    os._exit(int(pytest.main([*options, *arguments])))
+
+
+def verdicts(mutants: Sequence[Mutant], workers: int) -> Iterator[tuple[Mutant, str, float]]:
+    def one(mutant: Mutant) -> tuple[Mutant, str, float]:
+        started = time.monotonic()
+        return mutant, verdict(mutant, mutant.arguments), time.monotonic() - started
+
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(one, mutants)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="mutants to run; all where none is given")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    chosen = [each for each in MUTANTS if not given.names or each.name in given.names]
+    import torch
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    counts: dict[str, int] = {}
+    for mutant, found, seconds in verdicts(chosen, given.workers):
+        counts[found] = counts.get(found, 0) + 1
+        print(f"{found:10} {seconds:4.0f} s  {mutant.name}", flush=True)
+    print(", ".join(f"{found} {count}" for found, count in sorted(counts.items())))
+    return int(counts != {"killed": len(chosen)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
