@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test bench fuzz lint format
+.PHONY: test bench fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only.
@@ -25,6 +25,9 @@ test: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)
+
+mutants: $(INSTALLED)
+	$(PY) tests/mutants.py --workers $(JOBS)
 
 bench: $(INSTALLED)
 	$(PY) -m bench

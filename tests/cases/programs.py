@@ -18,6 +18,7 @@ def program(*statements: str, **spec: Any) -> Program:
 
 
 SQUARE = {"lead": (7,), "vocab": 7}
+INF = {"rows": ("plain", "one +inf")}
 PICKED = "v0.gather(-1, t[..., None])"
 
 RIGHT: dict[str, Program] = {
@@ -66,27 +67,58 @@ RIGHT: dict[str, Program] = {
     "chunks of different scales": program("v0 = torch.cat([(a * (k + 1)).log_softmax(-1) for k, a in enumerate(x.split(2))])", PICKED),
     "infinite rows": program("v0 = torch.where(keep[:, None], x, math.inf).log_softmax(-1)", "torch.where(keep, v0[:, 2], 0)"),
     "minus infinite rows": program("v0 = torch.where(keep[:, None], x, -math.inf).log_softmax(-1)", "torch.where(keep, v0[:, 2], 0)"),
+    # masks and indices
+    "a negated target mask as a number": program("v0 = (~F.one_hot(t, 7).bool()) * x.log_softmax(-1)", "v0.sum(-1)"),
+    "more rows than logits": program("v0 = x.log_softmax(-1) - y[:, None].mean(-1, True)", "v0[..., 2], v0.logsumexp(-1)"),
+    "counting from one": program("v0 = (torch.arange(1, 8) == t[:, None]) * x.log_softmax(-1)", "v0.sum(-1)"),
+    "counting by two": program("v0 = (torch.arange(0, 14, 2) == t[:, None]) * x.log_softmax(-1)", "v0.sum(-1)"),
+    "rows counted from one": program("x.log_softmax(-1)[torch.arange(1, 5), t[:4]]"),
+    "rows counted by two": program("x.log_softmax(-1)[torch.arange(0, 5, 2), t[:3]]"),
+    "bytes as columns": program("v0 = x.log_softmax(-1)", "v0[torch.arange(5), t.to(torch.uint8).long()], v0.logsumexp(-1)"),
+    "columns by bytes": program("((torch.arange(7) == t.to(torch.uint8)[:, None]) * x.log_softmax(-1)).sum(-1)"),
+    "a square of counting masks": program("v0 = (torch.arange(7)[None, :, None] == t[:2, None, None]).expand(2, 7, 7)", "(v0 * torch.stack([x, x]).log_softmax(-1)).sum(-1)", **SQUARE),
+    "rows rolled by more": program("v0 = x.log_softmax(-1)[torch.fmod(torch.arange(4) + 2, 5)]", "v0[:, 2]"),
+    "rows rolled by another length": program("v0 = x.log_softmax(-1)[torch.fmod(torch.arange(5) + 2, 4)]", "v0[:, 2]"),
+    "above a low number": program("v0 = x.log_softmax(-1)", "torch.where(v0 > -3, v0.exp(), 0).sum(-1)"),
+    "at least a low number": program("v0 = x.log_softmax(-1)", "torch.where(x >= -2.0, v0.exp(), 0).sum(-1)"),
+    "clamped at a low number": program("(x.log_softmax(-1).clamp(min=-2.0) * x.softmax(-1)).sum(-1)"),
+    "above a probability": program("v0 = x.softmax(-1)", "torch.where(v0 > 0.2, v0, 0).sum(-1)"),
+    "NaN where another value is": program("torch.where(y.isnan(), math.nan, x.softmax(-1)).sum(-1), y.logsumexp(-1)", rows=("plain", "one NaN")),
+    "zero where another softmax is": program("v0 = x.softmax(-1)", "torch.where(y.softmax(-1) == 0, 0, v0 * x.log_softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
+    "one where the logits are -inf": program("torch.where(x == -math.inf, 1, x.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
+    "clamped, then compared": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "torch.where(v0 == -math.inf, 0, v0.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
+    "clamped, then added": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 - x).logsumexp(-1)"),
+    "clamped beside another scale": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "((x * -1).softmax(-1) * v0).sum(-1)"),
+    "zero where other logits are -inf": program("torch.where(y == -math.inf, 0, x.softmax(-1)).sum(-1), y.logsumexp(-1)", rows=("plain", "some -inf")),
+    "a number at the target": program("v0 = torch.where(torch.arange(7) == t[:, None], 0.5, x.log_softmax(-1))", f"{PICKED}, v0.sum(-1)"),
+    "a number but at the target": program("v0 = torch.where(~(torch.arange(7) == t[:, None]), 0.5, x.log_softmax(-1))", f"{PICKED}, v0.sum(-1)"),
+    "rows counted along the other dimension": program("x.log_softmax(-1)[torch.arange(3), torch.arange(3)[:, None], t]", lead=(3, 3)),
+    "the first row for all": program("x.log_softmax(-1)[torch.arange(1), t]"),
+    "a mask of bytes": program("v0 = x.log_softmax(-1)", "v0[torch.arange(7), torch.ones(7, dtype=torch.uint8)], v0.exp().square().sum(-1)", **SQUARE),
+    "two columns overwritten": program("v0 = x.log_softmax(-1).scatter(-1, torch.stack([t, t.flip(0)], -1), 0.0)", "v0.sum(-1)"),
+    "columns of some rows overwritten": program("v0 = x.log_softmax(-1).scatter(-1, t[:3, None], 0.0)", "v0.sum(-1)"),
+    "a target's column at another target": program("v0 = (torch.arange(7) == t[:, None]) * x.log_softmax(-1)", "v0.gather(-1, t.flip(0)[:, None])"),
+    "a masked row's column": program("v0 = x.masked_fill(~keep[:, None], 0).log_softmax(-1)", PICKED, rows=("plain", "only -inf", "one NaN")),
+    "an entropy's part at a column": program("v0 = x.softmax(-1) * x.log_softmax(-1)", f"{PICKED}, v0.sum(-1)"),
+    "a sum of scaled logits": program("v0 = x / 0.7", "v0.sum(-1), v0.logsumexp(-1)"),
+    "clamped, then summed": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "v0.mean(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
     # found by generated programs, and right by now
     "always the first row": program("y[torch.arange(1).expand(y.shape[0]), t]"),
     "a column that is no whole number": program("((torch.arange(7) == u[..., None]) * x.log_softmax(-1)).sum(-1)", misses="float"),
     "one row three times": program("v0 = x[torch.fmod(torch.arange(3) + 2, len(x))]", "v0.softmax(-1).square().sum(-1)", lead=(1,)),
+    "logsumexp in float64": program("x.double().logsumexp(1)"),
+    "cross entropy over a row with +inf": program("F.cross_entropy(x, t, reduction='none')", **INF),
+    "a softmax's sum over a row with +inf": program("x.softmax(-1).sum(-1)", **INF),
+    "a softmax's sum over a row with NaN": program("x.softmax(-1).sum(-1)", rows=("plain", "one NaN")),
+    "a column of the log of a softmax": program("x.softmax(-1).log().select(-1, 1).sum()"),
     "two rows three times": program("v0 = x.softmax(-1)[torch.fmod(torch.arange(3) + 2, len(x))]", "v0.square().mean(-1)", lead=(2,)),
 }  # fmt: skip
 
-INF = {"rows": ("plain", "one +inf")}
 FLOAT64 = "what is asked for in float64 is computed in float32"
 INFINITE = "eager code has an infinite value in a row with +inf"
 OPEN: dict[str, tuple[str, Program]] = {
-    "logsumexp in float64": (FLOAT64, program("x.double().logsumexp(1)")),
     "softmax in float64": (FLOAT64, program("x.softmax(-1, dtype=torch.float64).log().amax(1)")),
     "logsumexp of a row with +inf": (INFINITE, program("x.logsumexp(1)", **INF)),
     "exponentials of a row with +inf": (INFINITE, program("x.exp().sum(1)", **INF)),
     "log-prob beside +inf": (INFINITE, program("v0 = x - x.logsumexp(-1, True)", PICKED, **INF)),
-    "cross entropy over a row with +inf": (
-        "the gradient is finite there",
-        program("F.cross_entropy(x, t, reduction='none')", **INF),
-    ),
-    "a softmax's sum over a row with +inf": ("it is taken for 1", program("x.softmax(-1).sum(-1)", **INF)),
-    "a softmax's sum over a row with NaN": ("it is taken for 1", program("x.softmax(-1).sum(-1)", rows=("plain", "one NaN"))),
-    "a column of the log of a softmax": ("the pass raises", program("x.softmax(-1).log().select(-1, 1).sum()")),
 }  # fmt: skip

@@ -7,7 +7,11 @@ from tests.support.program_judge import Judge
 from tests.support.programs import Program
 
 
-@pytest.mark.parametrize("name", programs.RIGHT)
+def _id(name: str) -> str:
+    return name.replace(" ", "_")  # as `-k` can name it
+
+
+@pytest.mark.parametrize("name", programs.RIGHT, ids=_id)
 def test_right(name: str) -> None:
     _check(programs.RIGHT[name])
 
@@ -15,7 +19,7 @@ def test_right(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.xfail(reason=reason))
+        pytest.param(name, marks=pytest.mark.xfail(reason=reason), id=_id(name))
         for name, (reason, _) in programs.OPEN.items()
     ],
 )
