@@ -222,8 +222,13 @@ MUTANTS = [
         ),
         (
             "a larger number is the lowest", "rules/guards.py", "test_small_programs.py right and (low_number)",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= -1000.0 else None",
+            "    known = form.is_affine and -math.inf < number <= _lowest(node)",
+            "    known = form.is_affine and -math.inf < number <= -1.0",
+        ),
+        (
+            "at least -inf says something", "rules/guards.py", "test_small_programs.py right and (at_least_-inf)",
+            "    known = form.is_affine and -math.inf < number <= _lowest(node)",
+            "    known = form.is_affine and number <= _lowest(node)",
         ),
         (
             "above the lowest number is not -inf", "rules/guards.py", "test_soundness.py another_mask",
@@ -679,7 +684,7 @@ MUTANTS = [
 
 
 def verdict(mutant: Mutant | None, arguments: Sequence[str]) -> str:
-    """What the tests say of a copy with the mutant, or of a copy as it is: "survived", "killed", or what broke."""
+    """What the tests say of a copy with the mutant, or of a copy as it is: "survived", "killed", or why neither."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in COPIED:
@@ -690,7 +695,10 @@ def verdict(mutant: Mutant | None, arguments: Sequence[str]) -> str:
                 shutil.copy(source, copy / name)
         if mutant is not None:
             target = copy / "fx_passes" / mutant.file
-            target.write_text(mutant.applied(target.read_text()))
+            try:
+                target.write_text(mutant.applied(target.read_text()))
+            except ValueError as error:
+                return str(error)
         process = multiprocessing.get_context("fork").Process(target=_tests, args=(copy, arguments))
         process.start()
         process.join(SECONDS)

@@ -90,6 +90,7 @@ RIGHT: dict[str, Program] = {
     "clamped, then added": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 - x).logsumexp(-1)"),
     "clamped beside another scale": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "((x * -1).softmax(-1) * v0).sum(-1)"),
     "zero where other logits are -inf": program("torch.where(y == -math.inf, 0, x.softmax(-1)).sum(-1), y.logsumexp(-1)", rows=("plain", "some -inf")),
+    "at least -inf": program("torch.where(x >= -math.inf, x.softmax(-1), 0).sum(-1), torch.where(x >= -math.inf, 0, x.softmax(-1)).sum(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
     "a number at the target": program("v0 = torch.where(torch.arange(7) == t[:, None], 0.5, x.log_softmax(-1))", f"{PICKED}, v0.sum(-1)"),
     "a number but at the target": program("v0 = torch.where(~(torch.arange(7) == t[:, None]), 0.5, x.log_softmax(-1))", f"{PICKED}, v0.sum(-1)"),
     "rows counted along the other dimension": program("x.log_softmax(-1)[torch.arange(3), torch.arange(3)[:, None], t]", lead=(3, 3)),
