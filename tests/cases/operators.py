@@ -36,6 +36,7 @@ class Making:
         wides: floating values with the vocabulary in a dimension.
         masks: boolean ones.
         rows: numbers per row.
+        failed: torch does not apply the operator to what was drawn.
     """
 
     def __init__(self, draw: st.DrawFn, dynamic: bool = False) -> None:
@@ -45,6 +46,7 @@ class Making:
         self.wides: list[Node] = []
         self.masks: list[Node] = []
         self.rows: list[Node] = []
+        self.failed = False
         self.logits()
 
     # -- choosing ------------------------------------------------------------------------------------
@@ -867,7 +869,7 @@ def programs(draw: st.DrawFn, case: Case, before: int = 3) -> tuple[Making, int]
     try:
         case(m)
     except Impossible:
-        m.failed = True  # type: ignore[attr-defined]
+        m.failed = True
         return m, first
     for _ in range(m.some(0, 1)):
         attempt(m, CASES[m.one(*USED)])

@@ -40,7 +40,7 @@ def draws(seed: int) -> list[Draw]:
 
 def check_case(target: Any, made: tuple[Making, int], seed: int, answers: Counter[str]) -> None:
     m, first = made
-    assume(not getattr(m, "failed", False))
+    assume(not m.failed)
     nodes = [n for n in list(m.s.graph.nodes)[first:] if n.op == "call_function"]
     returned = [n for n in nodes if isinstance(n.meta["val"], torch.Tensor)]
     roots = None if seed % 4 else [m.wides[0]]

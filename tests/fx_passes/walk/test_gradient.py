@@ -1,0 +1,143 @@
+"""What leaves is what the form says: coefficients packed for `row_grad`, the operator's contract, the form executed.
+
+`Packed` forms come from the rules' own cases; zeros among scales, factors and weights are part of the data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Form
+from fx_passes.walk.gradient import row_grad
+from tests.cases.operators import CASES, RECIPES, Making, programs
+from tests.support.dense import Values, dense
+from tests.support.scratch import KINDS, Draw, Walked, make, wrong_elements
+
+aten = torch.ops.aten
+
+BOUNDED = settings(
+    max_examples=60,
+    phases=[Phase.generate, Phase.shrink],
+    derandomize=True,
+    database=None,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+PACKED = (
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    aten.exp.default,
+    aten.where.self,
+    aten.scatter_add.default,
+    aten.scatter.value,
+    aten.permute.default,
+    aten.slice_scatter.default,
+)
+FAR = 1e3  # roundings of float32 that a coefficient may be off by, at the largest number on the way
+
+
+def targets(cases: tuple[Any, ...]) -> Any:
+    return pytest.mark.parametrize("target", cases, ids=[f"{target}" for target in cases])
+
+
+def leaving(walked: Walked, dtype: torch.dtype) -> list[tuple[Form, Node]]:
+    """Every form over logits, and the node that computes it when it leaves."""
+    forms = [said for n in walked.nodes if isinstance(said := walked.said(n), Form) and said.x]
+    with walked.walk.graph.inserting_before(walked.walk.graph.output_node()):
+        return [(form, row_grad(walked.walk.context, form, dtype).node) for form in forms]
+
+
+def values_of(walked: Walked, draw: Draw, dtype: torch.dtype | None) -> Values | None:
+    """On data on which torch computes the user's program."""
+    values = Values(
+        {node: make(given, draw, dtype) for node, given in walked.scratch.inputs.items()}, dtype
+    )
+    try:
+        for node in walked.nodes:
+            values[node]
+    except (RuntimeError, IndexError):
+        return None
+    return values
+
+
+def compare(walked: Walked, draw: Draw, dtype: torch.dtype | None, answers: Counter[str]) -> None:
+    """`dtype`: float64 for all that is computed, or None for the dtypes of the graph."""
+    exact = values_of(walked, draw, torch.float64)
+    if exact is None:
+        return
+    rounded = exact if dtype is not None else values_of(walked, draw, None)
+    zero = walked.walk.context.rows.zero_outside
+    kind = torch.float64 if dtype is not None else torch.float32
+    for form, node in leaving(walked, kind):
+        want, size = dense(form, exact, zero)
+        size = max(size, exact.largest(node))
+        if not want.isfinite().all() or size > 1e150:
+            continue  # `test_rules.py` looks at these, where it is known what eager does
+        assert rounded is not None
+        off = 1e-11 if dtype is not None else FAR * torch.finfo(torch.float32).eps
+        found = rounded[node].double()
+        wrong = wrong_elements(found, want, off * size, may_mend=False)
+        assert not wrong.any(), (
+            f"{form}\nleaves as {found[wrong][0]} where it is {want[wrong][0]}, {draw}\n{walked.scratch.script()}"
+        )
+        answers["compared"] += 1
+
+
+def run(target: Any, dtype: torch.dtype | None) -> Counter[str]:
+    answers: Counter[str] = Counter()
+
+    @BOUNDED
+    @given(programs(CASES[target]), st.integers(0, 1000))
+    def check(made: tuple[Making, int], seed: int) -> None:
+        m, _ = made
+        assume(not m.failed and (dtype is not None or m.s.dtype is torch.float32))
+        walked = m.s.walk(list(m.s.graph.nodes)[-1])
+        for kind in ("plain", "zeros", KINDS[seed % len(KINDS)]):
+            compare(walked, Draw(kind, seed), dtype, answers)
+
+    check()
+    return answers
+
+
+@targets(PACKED)
+def test_packed_in_float64(target: Any) -> None:
+    assert run(target, torch.float64)["compared"] > 30
+
+
+@targets(PACKED[:5])
+def test_packed_in_float32(target: Any) -> None:
+    assert run(target, None)["compared"] > 10
+
+
+def test_from_a_saved_softmax() -> None:
+    """save="softmax": gradients of a softmax are computed from its probabilities."""
+    saved = 0
+
+    @BOUNDED
+    @given(programs(CASES[aten.mul.Tensor], before=0), st.integers(0, 1000))
+    def check(made: tuple[Making, int], seed: int) -> None:
+        nonlocal saved
+        m, _ = made
+        assume(not m.failed)
+        logs = RECIPES[0](m)
+        nodes = list(m.s.graph.nodes)
+        probability = m.s.call(aten.exp.default, logs)
+        upstream = m.row(probability)
+        gradient = m.s.call(aten.mul.Tensor, probability, upstream)
+        target = m.s.call(aten.scatter_add.default, gradient, -1, m.index((*m.lead, 1)), upstream)
+        backward = [n for n in m.s.graph.nodes if n not in nodes]
+        walked = m.s.walk(gradient, target, backward=backward, save="softmax")
+        walked.check([Draw("plain", seed), Draw("zeros", seed), Draw("absent", seed)], backward)
+        operators = walked.walk.account.gradients
+        saved += any(node.args[5] for node in operators)
+
+    check()
+    assert saved > 10
