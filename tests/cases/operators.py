@@ -613,7 +613,7 @@ def counted(m: Making) -> Node:
 
 def changed(m: Making, piece: Node) -> Node:
     """Arithmetic on a piece before it is written home."""
-    kind = m.some(0, 4)
+    kind = m.one(0, 1, 2, 3, 0, 1, 2, 3, 4)
     if kind == 0:
         return piece
     if kind == 1:
@@ -662,7 +662,7 @@ def joined(m: Making) -> Node:
     if m.rarely():
         return m.call(aten.cat.default, [x, m.wide()], at)
     size = sizes(x)[at]
-    cut, step = m.some(0, size), m.one(1, 1, 1, 2)
+    cut, step = m.one(1, 1, size // 2, m.some(0, size)), m.one(1, 1, 1, 2)
     parts = [
         m.call(aten.slice.Tensor, x, at, start, stop, step)
         for start, stop in ((0, cut), (cut, size))

@@ -262,6 +262,14 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.argmax.default, s.call(aten.neg.default, x), -1)
 
 
+short("each element is cut to an integer before it is summed", aten.sum.dim_IntList, [-1], dtype=torch.int64)
+
+
+@refused("it is computed in float64 from float32 logits")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.exp.default, s.call(prims.convert_element_type.default, x, torch.float64))
+
+
 @refused("a matrix product with full-vocabulary values")
 def _(s: Scratch, x: Node) -> None:
     batch = s.input("logits", (2, 3, VOCAB))
@@ -313,14 +321,25 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter.value, x, -1, hits(s, 3, 2), 1.0)
 
 
-@refused("a scatter of only some of the rows")
+@refused("a scatter of only some of what is given")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.scatter.src, x, -1, hits(s, 3, 1), rows(s, 4, 1))
+    s.call(aten.scatter.src, exponential(s, x), -1, hits(s, 3, 1), rows(s, 3, 2))
+
+
+@refused("a value linear in the logits is overwritten, and may be infinite there")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.value, x, -1, hits(s, 3, 1), 1.0)
 
 
 @refused("full-vocabulary values are written at columns")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter_add.default, x, -1, hits(s, 3, VOCAB), exponential(s, x))
+
+
+@refused("many columns of two index tensors meet")
+def _(s: Scratch, x: Node) -> None:
+    hot = s.call(aten.scatter_add.default, x, -1, hits(s, 3, 3), rows(s, 3, 3))
+    s.call(aten.gather.default, hot, -1, hits(s, 3, 3))
 
 
 @refused("some of the rows are written by index")
@@ -365,6 +384,13 @@ def _(s: Scratch, x: Node) -> None:
 @refused("a part of the vocabulary is written")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.slice_scatter.default, x, other(s), 1, 0, VOCAB, 2)
+
+
+@refused("a row is written at a place that is not fixed")
+def _(s: Scratch, x: Node) -> None:
+    many = s.input("logits", (2, 3, VOCAB))
+    at = s.call(aten.sym_size.int, s.input("rows", (1, 2)), 0)
+    s.call(aten.select_scatter.default, many, exponential(s, x), 0, at)
 
 
 @refused("parts of the vocabulary are joined")
