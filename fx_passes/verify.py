@@ -86,8 +86,8 @@ def _random(node: Node) -> Any:
     """A value like the placeholder's, with what rules must not take for granted.
 
     Integers are 0 or 1, which every row and vocabulary has. Floating values are normal numbers; a third of the rows (or
-    numbers) is zero, since a coefficient may be, and some are the same as the one before. Not infinite: what is compared
-    would be NaN.
+    numbers) is zero, since a coefficient may be, and some are the same as the one before. None is infinite, since then
+    what is compared would be NaN.
     """
     fake = node.meta.get("val")
     if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):

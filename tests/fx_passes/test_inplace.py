@@ -1,4 +1,4 @@
-"""Whether a gradient may be written over the logits: one backward graph per reason, and the graphs that are rewritten."""
+"""Whether a gradient may be written over the logits: a backward graph per reason, and graphs that are rewritten."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ class Backward:
         self.index = self.s.input("hits", (ROWS, 1), torch.int64)
         self.weight = self.s.input("rows", (ROWS, 1), torch.float32)
 
-    def gradient(self, x: Node | None = None, dtype: torch.dtype = torch.float32, **changed: Node) -> Node:
-        given = {name: changed.get(name, getattr(self, name)) for name in ("terms", "affine", "index", "weight")}
+    def gradient(
+        self, x: Node | None = None, dtype: torch.dtype = torch.float32, **changed: Node
+    ) -> Node:
+        given = {
+            name: changed.get(name, getattr(self, name))
+            for name in ("terms", "affine", "index", "weight")
+        }
         return self.s.call(row_grad, x or self.x, *given.values(), False, dtype, "")
 
     def decide(self, *returned: Node, donated: bool = True, consume: bool = False) -> Decision:
@@ -126,13 +131,18 @@ def test_other_strides() -> None:
 
 def test_rows_that_share_memory() -> None:
     b = Backward("expanded")
-    assert b.decide(b.gradient()).reason == "the logits have strides [0, 1], the gradient is contiguous"
+    assert (
+        b.decide(b.gradient()).reason
+        == "the logits have strides [0, 1], the gradient is contiguous"
+    )
 
 
 def test_coefficients_that_alias_the_logits() -> None:
     b = Backward()
     part = b.s.call(aten.slice.Tensor, b.x, 1, 0, 1)
-    assert b.decide(b.gradient(weight=part)).reason == "the gradient's coefficients alias the logits"
+    assert (
+        b.decide(b.gradient(weight=part)).reason == "the gradient's coefficients alias the logits"
+    )
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -262,7 +262,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.argmax.default, s.call(aten.neg.default, x), -1)
 
 
-short("each element is cut to an integer before it is summed", aten.sum.dim_IntList, [-1], dtype=torch.int64)
+short(
+    "each element is cut to an integer before it is summed",
+    aten.sum.dim_IntList,
+    [-1],
+    dtype=torch.int64,
+)
 
 
 @refused("it is computed in float64 from float32 logits")

@@ -103,7 +103,10 @@ def test_a_row_with_nan_is_nan(recipe: Case, used: Any) -> None:
         if new is None:
             return
         found, clean = (
-            Values({n: make(each, draw, torch.float64) for n, each in m.s.inputs.items()}, torch.float64)
+            Values(
+                {n: make(each, draw, torch.float64) for n, each in m.s.inputs.items()},
+                torch.float64,
+            )
             for draw in (Draw("poisoned", seed), Draw("poisoned", seed, instead=3.0))
         )
         spoilt = found[value].isnan() & clean[value].isfinite()

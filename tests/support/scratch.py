@@ -326,7 +326,6 @@ class Walked:
                 f"for {draw}\n{self.scratch.script()}\n\nsaid: {self.said(node)}"
             )
 
-
     def _allowed(self, said: Any, found: Tensor, want: Tensor) -> Tensor:
         """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row."""
         if not isinstance(said, Form):

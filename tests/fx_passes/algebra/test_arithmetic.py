@@ -18,7 +18,7 @@ ROWS, VOCAB = 4, 5
 BOUNDED = settings(max_examples=150, derandomize=True, database=None, deadline=None)
 
 _graph = Graph()
-X, R, Q, I, J, TOP, BOTTOM = map(_graph.placeholder, ("x", "r", "q", "i", "j", "top", "bottom"))
+X, R, Q, INDEX, J, TOP, BOTTOM = map(_graph.placeholder, ("x", "r", "q", "i", "j", "top", "bottom"))
 Z = _graph.placeholder("z")
 
 
@@ -33,7 +33,7 @@ def values() -> Values:
 
     half = torch.tensor([[1.0], [1.0], [0.0], [0.0]], dtype=torch.float64)
     x = torch.randn(ROWS, VOCAB, generator=draw, dtype=torch.float64)
-    given = {X: x, Z: x + 1, R: rows(), Q: rows(), I: columns(), J: columns()}
+    given = {X: x, Z: x + 1, R: rows(), Q: rows(), INDEX: columns(), J: columns()}
     return Values({**given, TOP: half, BOTTOM: 1 - half}, torch.float64)
 
 
@@ -66,7 +66,7 @@ def forms(draw: st.DrawFn) -> Form:
     if draw(st.booleans()):
         form = add(form, EMPTY.with_(x=X, f=draw(ROW)))
     for _ in range(draw(st.integers(0, 2))):
-        hot = OneHot((draw(st.sampled_from([I, J])),), draw(ROW))
+        hot = OneHot((draw(st.sampled_from([INDEX, J])),), draw(ROW))
         form = add(form, EMPTY.with_(hots=(hot,)))
     return form
 
@@ -108,7 +108,9 @@ def test_product(left: Form, right: Form) -> None:
     close(found, meaning(left) * meaning(right))
 
 
-def exponential(scale: Poly = ONE, shift: Poly = ZERO, a: Poly = ONE, extent: Extent | None = None) -> Form:
+def exponential(
+    scale: Poly = ONE, shift: Poly = ZERO, a: Poly = ONE, extent: Extent | None = None
+) -> Form:
     return EMPTY.with_(x=X, exps=(Exp(scale, shift, a, ZERO, extent),))
 
 
@@ -122,8 +124,8 @@ def test_exponentials_of_different_shifts_stay_apart() -> None:
 
 
 def test_equal_columns_are_one_term() -> None:
-    hot = EMPTY.with_(hots=(OneHot((I,), Poly.atom(R)),))
-    assert add(hot, hot).hots == (OneHot((I,), Poly.number(2.0) * Poly.atom(R)),)
+    hot = EMPTY.with_(hots=(OneHot((INDEX,), Poly.atom(R)),))
+    assert add(hot, hot).hots == (OneHot((INDEX,), Poly.number(2.0) * Poly.atom(R)),)
     assert add(hot, scaled(hot, Poly.number(-1.0))).hots == ()
 
 

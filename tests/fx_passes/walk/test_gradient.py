@@ -135,7 +135,9 @@ def test_from_a_saved_softmax() -> None:
         upstream = m.row(probability)
         gradient = m.s.call(aten.mul.Tensor, probability, upstream)
         hits = m.s.input("hits", (*m.lead, 1), torch.int64)
-        target = m.s.call(aten.scatter_add.default, gradient, -1, hits, m.s.input("rows", (*m.lead, 1)))
+        target = m.s.call(
+            aten.scatter_add.default, gradient, -1, hits, m.s.input("rows", (*m.lead, 1))
+        )
         backward = [n for n in m.s.graph.nodes if n not in nodes]
         walked = m.s.walk(gradient, target, backward=backward, save="softmax")
         walked.check([Draw("plain", seed), Draw("zeros", seed), Draw("absent", seed)], backward)
