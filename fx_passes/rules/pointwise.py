@@ -144,6 +144,8 @@ def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result
 
 def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
+    if poly.is_zero:
+        raise Refused("a division by zero")
     if inverse is None:
         like = form.x or next(iter(poly.atoms()))
         inverse = Poly.atom(c.rows.emit_node(poly, compute_dtype(form.x), like)).inverse()
@@ -158,6 +160,10 @@ def _reciprocal(c: Context, form: Form) -> Form:
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
         raise Refused("a division by a full-vocabulary value")
     (term,) = form.exps
+    if not c.rows.is_positive(
+        term.a
+    ):  # in a row where it is zero, so is W, whatever the exponential is there
+        raise Refused("a division by a softmax that may be masked")
     return form.with_(exps=(Exp(-term.scale, -term.shift, _inverse(c, term.a, form)),))
 
 

@@ -8,7 +8,7 @@
     slime_fused::linear_row_grad    gradients of hidden, weight, bias from row_grad of it         one chunk of logits
     slime_fused::linear_row_both    the two in one                                                one chunk of logits
 
-docs/design.md ("The operators") says what they compute; `reference` says it in plain torch; `cpu` and `cuda` (with
+docs/ops.md says what they compute; `reference` says it in plain torch; `cpu` and `cuda` (with
 `triton_kernels`) do it fast. `operators` holds schema, fake kernels and dispatch, `checks` what must hold for the
 arguments, `regions` which calls have been made. `linear` has schema, fake kernels and dispatch of the operators over
 chunks, `linear_chunks` does them on every device, `linear_reference` is their contract, `row_program` the arithmetic of

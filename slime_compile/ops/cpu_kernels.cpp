@@ -3,7 +3,7 @@
 //   row_stats   x [N, V] -> max, log_sum, mean, total [N]              one read of x, one exponential per element
 //   row_grad    x [N, V], coefficients -> out [N, V] (or x itself)     one read, one write, one exponential per term
 //
-// What they compute is in docs/design.md ("The operators") and, in plain torch, in reference.py. T is the compute type:
+// What they compute is in docs/ops.md and, in plain torch, in reference.py. T is the compute type:
 // double for double x, else float. A row is worked on in blocks that stay in the first-level cache: where x or out is of
 // another type, or not contiguous along the vocabulary, a block goes through a buffer of T. No result depends on the
 // number of threads, on strides or on whether out is x: blocks and segments are cut by column alone.

@@ -1,7 +1,7 @@
 """The contract of the operators over `hidden @ weight.t() + bias`, in plain torch: the logits are made whole.
 
-`linear_row_stats` and `linear_row_grad` say what the operators of the same names compute (docs/design.md, "The
-operators"). `linear_chunks.py` computes the same and never has all logits. Shapes are checked in `linear.py`.
+`linear_row_stats` and `linear_row_grad` say what the operators of the same names compute (docs/ops.md).
+`linear_chunks.py` computes the same and never has all logits. Shapes are checked in `linear.py`.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The contract of the fused operators, in plain torch.
 
-`row_stats` and `row_grad` say what `slime_fused::row_stats` and `slime_fused::row_grad` compute (docs/design.md, "The
-operators"). They are written to be read, work in every floating dtype, and keep several [N, V] temporaries; the
-fast implementations (`cpu.py`, `cuda.py`) must match them. Shapes are checked in `checks.py`, not here.
+`row_stats` and `row_grad` say what `slime_fused::row_stats` and `slime_fused::row_grad` compute (docs/ops.md). They
+are written to be read, work in every floating dtype, and keep several [N, V] temporaries; the fast implementations
+(`cpu.py`, `cuda.py`) must match them. Shapes are checked in `checks.py`, not here.
 """
 
 import torch

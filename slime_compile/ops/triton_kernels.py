@@ -1,7 +1,7 @@
 """Triton kernels of the row operators: `row_stats_kernel`, `merge_parts_kernel`, `row_grad_kernel`.
 
 `cuda.py` launches them and decides blocks and parts; docs/kernels.md says why the blocks look as they do. What they
-compute is in docs/design.md ("The operators"). float64 is not handled here.
+compute is in docs/ops.md. float64 is not handled here.
 
 Every argument that is not `constexpr` is excluded from specialisation: there is one compile per dtype, `VEC` and, for
 `row_grad_kernel`, K and M, for statistics what is wanted (MEAN, TOTAL); never one per N, V or alignment.

@@ -8,7 +8,7 @@ With y = logits / temperature, p = softmax(y) and H the entropy of p:
     log p_t = (y_t - max) - log_sum         d log p_t / dy = onehot(t) - p
     H       = log_sum - mean                d H / dy       = -p * (log p + H) = -p * ((y - max) - mean)
 
-(max, log_sum, mean: `slime_fused::row_stats`, docs/design.md.) No temperature gradient, no double backward.
+(max, log_sum, mean: `slime_fused::row_stats`, docs/ops.md.) No temperature gradient, no double backward.
 """
 
 from typing import Any, cast
