@@ -203,12 +203,6 @@ def _(s: Scratch, x: Node) -> None:
 short("a logical operator on a full-vocabulary value", aten.logical_not.default)
 
 
-@refused("a full-vocabulary value is used as a condition")
-def _(s: Scratch, x: Node) -> None:
-    ones = s.call(aten.full.default, [3, VOCAB], 1.0, dtype=torch.bool, device="cpu")
-    s.call(aten.where.self, ones, x, x)
-
-
 @refused("where the probability is zero, another value than the limit is put")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, zero_mask(s, x), number(s, 1.0), exponential(s, x))
@@ -272,7 +266,7 @@ short(
 
 @refused("it is computed in float64 from float32 logits")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.exp.default, s.call(prims.convert_element_type.default, x, torch.float64))
+    s.call(prims.convert_element_type.default, x, torch.float64)
 
 
 @refused("a matrix product with full-vocabulary values")
@@ -349,7 +343,7 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.index_put.default, x, [iota(s, 2), hits(s, 2)], number(s, 1.0))
+    s.call(aten.index_put.default, exponential(s, x), [iota(s, 2), hits(s, 2)], number(s, 1.0))
 
 
 # ---------------------------------------------------------------- what begins a value
@@ -464,7 +458,13 @@ def test_indexed_by_a_mask() -> None:
 
 
 # Texts that no graph can provoke: torch itself refuses what they speak of before the pass is asked.
-UNREACHABLE: set[str] = {"an index of another rank than the logits"}
+UNREACHABLE: set[str] = {
+    "an index of another rank than the logits",
+    "a full-vocabulary value is used as a condition",  # a condition is boolean, a form is not
+    "a softmax of a value that no logits are in",
+    "a condition that is not a row mask",
+    "a size of a value that no logits are in",
+}
 
 
 def test_every_text_is_asserted() -> None:
