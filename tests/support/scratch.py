@@ -250,7 +250,11 @@ class Walked:
         if mask.guard in (Guard.COLUMN, Guard.ROW):
             return torch.ones((), dtype=torch.bool)
         value, _ = dense(mask.form, values, self.walk.context.rows.zero_outside)
-        mended = values[node] & ~value.isnan() if mask.guard is Guard.NAN else value.isnan()
+        compared = node
+        while values[compared].dtype is torch.bool:
+            compared = compared.args[0]  # type: ignore[assignment]
+        spoilt = values[compared].isnan()
+        mended = spoilt & ~value.isnan() if mask.guard is Guard.NAN else spoilt | value.isnan()
         lowest = torch.finfo(self.scratch.dtype).min
         return ~mended & ~(value.isfinite() & (value <= lowest))
 
