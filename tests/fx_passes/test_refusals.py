@@ -550,9 +550,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 def _no_reasons(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.Expr):  # docstrings
         yield node.value
-    elif isinstance(node, ast.AnnAssign) and _name(node.annotation) == "TypeAlias":
-        yield from ast.walk(node)
-    elif (
+    elif (isinstance(node, ast.AnnAssign) and _name(node.annotation) == "TypeAlias") or (
         (isinstance(node, ast.ClassDef) and any(_name(b).endswith("Enum") for b in node.bases))
         or isinstance(node, ast.Assert)
         or (isinstance(node, ast.Raise) and _is_error(node))
