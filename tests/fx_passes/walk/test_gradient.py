@@ -50,9 +50,10 @@ def targets(cases: tuple[Any, ...]) -> Any:
 
 
 def leaving(walked: Walked, dtype: torch.dtype) -> list[tuple[Node, Form, Node]]:
-    """Every form over logits: the user's node, the form, and the node that computes it when it leaves."""
+    """The last forms over logits: the user's node, the form, and the node that computes it when it leaves."""
     context, graph = walked.walk.context, walked.walk.graph
     forms = [(n, said) for n in walked.nodes if isinstance(said := walked.said(n), Form) and said.x]
+    forms = forms[-4:]  # what the operator made, and what it was made of
     with graph.inserting_before(graph.output_node()):
         return [(node, form, row_grad(context, form, dtype).node) for node, form in forms]
 
