@@ -101,17 +101,17 @@ MUTANTS = [
             "        if True:",
         ),
         (
-            "rows that overlap are overlaid", "algebra/arithmetic.py", "test_small_programs.py right and (sample or chunks)",
+            "rows that overlap are overlaid", "algebra/arithmetic.py", "test_small_programs.py right and (overlapping)",
             "if other.extent and term.extent and other.extent.disjoint(term.extent):",
             "if other.extent and term.extent:",
         ),
         (
-            "a part of one side need not be zero on the other's rows", "algebra/arithmetic.py", "test_small_programs.py right and (sample or chunks)",
+            "a part of one side need not be zero on the other's rows", "algebra/arithmetic.py", "test_small_programs.py right and (softmaxes_of_some)",
             "if (x is None or y is None) and not any(",
             "if False and not any(",
         ),
         (
-            "columns are joined where neither is zero outside", "algebra/arithmetic.py", "test_small_programs.py right and (sample or chunks or without_the_last)",
+            "columns are joined where neither is zero outside", "algebra/arithmetic.py", "test_small_programs.py right and (targets_of_some)",
             "        if apart and all(node in zero_outside for node in other.index + hot.index):",
             "        if apart:",
         ),
@@ -134,11 +134,6 @@ MUTANTS = [
             "a product of two softmaxes", "algebra/arithmetic.py", "test_soundness.py precision",
             "    if left.exps and right.exps:",
             "    if False:",
-        ),
-        (
-            "a clamped value counts beside any exponential", "algebra/arithmetic.py", "test_small_programs.py right and (clamped)",
-            "        if one.clamped and not vanish:",
-            "        if False:",
         ),
         (
             "a clamped value is added", "algebra/arithmetic.py", "test_small_programs.py right and (clamped)",
@@ -171,7 +166,7 @@ MUTANTS = [
             "    if mask.guard is not Guard.COLUMN:",
         ),
         (
-            "logits may be broadcast against larger values", "rules/operands.py", "test_small_programs.py right and (more_rows)",
+            "logits may be broadcast against larger values", "rules/operands.py", "test_small_programs.py right and (one_row_of or more_rows)",
             "        if form.x is not None and not all(map(same, form.shape, shape)):",
             "        if False:",
         ),
@@ -211,11 +206,6 @@ MUTANTS = [
             "",
         ),
         (
-            "an unsqueeze leaves the axis", "rules/indices.py", "test_small_programs.py right and (counting or mask_of_rows)",
-            "        return axis + int(node.args[1] % rank <= axis)  # type: ignore[operator]",
-            "        return axis",
-        ),
-        (
             "a roll of another length", "rules/indices.py", "test_small_programs.py right and (rolled)",
             "    if not whole or not same(shape_of(counted)[0], size) or not isinstance(shift, int):",
             "    if not whole or not isinstance(shift, int):",
@@ -226,11 +216,6 @@ MUTANTS = [
             "    known = form.is_affine and -math.inf < number <= -1.0",
         ),
         (
-            "at least -inf says something", "rules/guards.py", "test_small_programs.py right and (at_least_-inf)",
-            "    known = form.is_affine and -math.inf < number <= _lowest(node)",
-            "    known = form.is_affine and number <= _lowest(node)",
-        ),
-        (
             "above the lowest number is not -inf", "rules/guards.py", "test_soundness.py another_mask",
             "    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node) else None",
             "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None",
@@ -239,11 +224,6 @@ MUTANTS = [
             "p > anything is p > 0", "rules/guards.py", "test_small_programs.py right and (above)",
             "    if form.is_exp and number == 0:\n        return Guard.NULL, True",
             "    if form.is_exp:\n        return Guard.NULL, True",
-        ),
-        (
-            "a clamped value is compared", "rules/guards.py", "test_small_programs.py right and (clamped)",
-            "            known = None if operand.clamped else guards(node, operand, number)",
-            "            known = guards(node, operand, number)",
         ),
         (
             "a guard of another value's NaN", "rules/guards.py", "test_small_programs.py right and (NaN_where)",
