@@ -286,11 +286,6 @@ MUTANTS = [
             "    if not isinstance(index, Node) or not rank_of(index):",
         ),
         (
-            "rows are not counted along their dimension", "rules/columns.py", "test_small_programs.py right and (other_dimension)",
-            "    counted = place >= 0 and counting_axis(rows) == place",
-            "    counted = place >= 0 and counting_axis(rows) is not None",
-        ),
-        (
             "as many rows as columns need not be counted", "rules/columns.py", "test_small_programs.py right and (first_row)",
             "    return counted and guarded_same(shape_of(rows)[place], shape_of(columns)[dim])",
             "    return counted",
@@ -341,11 +336,6 @@ MUTANTS = [
             "        everywhere = (lambda form, index: index)(",
         ),
         (
-            "a row whose factor is 0 looks at the logits", "walk/columns.py", "test_small_programs.py right and (masked_row)",
-            "    return Poly.atom(c.emitter.where(off, zero, scaled))  # type: ignore[arg-type]",
-            "    return Poly.atom(scaled)  # type: ignore[arg-type]",
-        ),
-        (
             "an exponential's weight by the logits is forgotten", "walk/columns.py", "test_small_programs.py right and (part_at)",
             "    factor = Poly.atom(probability) * (term.a + term.b * y)",
             "    factor = Poly.atom(probability) * term.a",
@@ -386,7 +376,7 @@ MUTANTS = [
             "    if False:",
         ),
         (
-            "a clamped value is summed", "rules/reductions.py", "test_small_programs.py right and (clamped)",
+            "a clamped value is summed", "rules/reductions.py", "test_small_programs.py right and (then_summed)",
             "    only_known(form)\n    only_unclamped(form)",
             "    only_known(form)",
         ),
@@ -406,22 +396,12 @@ MUTANTS = [
             '    if not form.is_exp or not form.exps[0].b.is_zero:\n        raise Refused("log of',
         ),
         (
-            "1 / W forgets the weight", "rules/pointwise.py", "test_small_programs.py right and (division_of_one)",
+            "1 / W forgets the weight", "rules/pointwise.py", "test_small_programs.py right and (division_by_a_weighted)",
             "    return form.with_(exps=(Exp(-term.scale, -term.shift, _inverse(c, term.a, form)),))",
             "    return form.with_(exps=(Exp(-term.scale, -term.shift, ONE),))",
         ),
         (
-            "a division that rounds", "rules/pointwise.py", "test_small_programs.py right and (rounds_down)",
-            "    if rounding_mode is not None or not isinstance(left, Form):",
-            "    if not isinstance(left, Form):",
-        ),
-        (
-            "a power is the second", "rules/pointwise.py", "test_small_programs.py right and (cube)",
-            "    if exponent == 2:",
-            "    if True:",
-        ),
-        (
-            "a softmax that is clamped has an exp", "rules/pointwise.py", "test_soundness.py garbage or lowest",
+            "a softmax that is clamped has an exp", "rules/pointwise.py", "test_small_programs.py right and (nearly_nothing)",
             "    if form.clamped and (factor is None or factor < SMALL):",
             "    if False:",
         ),
@@ -446,7 +426,7 @@ MUTANTS = [
             "        start = min(max(start, 0), size)",
         ),
         (
-            "a roll goes the other way", "rules/row_moves.py", "test_small_programs.py right and (rolled)",
+            "a roll goes the other way", "rules/row_moves.py", "test_small_programs.py right and (rolled_logits)",
             "        return _rolled(c, atom, dim, size, -shift)",
             "        return _rolled(c, atom, dim, size, shift)",
         ),
@@ -461,7 +441,7 @@ MUTANTS = [
             "        one_by_one = True",
         ),
         (
-            "pieces in another order are joined", "rules/row_writes.py", "test_small_programs.py right and (turned or twice)",
+            "pieces in another order are joined", "rules/row_writes.py", "test_small_programs.py right and (chunks_in_another)",
             '        if kind not in ("slice", "select") or step.key[:3] != (kind, dim, at) or not one_by_one:',
             '        if kind not in ("slice", "select") or not one_by_one:',
         ),
@@ -719,7 +699,8 @@ def main() -> int:
     given = parser.parse_args()
     chosen = [each for each in MUTANTS if not given.names or each.name in given.names]
     import torch
-    import torch._dynamo
+
+    import torch._dynamo  # noqa: F401  once, before the forks
 
     torch.set_num_threads(1)
     counts: dict[str, int] = {}

@@ -111,6 +111,21 @@ RIGHT: dict[str, Program] = {
     "a masked row's column": program("v0 = x.masked_fill(~keep[:, None], 0).log_softmax(-1)", PICKED, rows=("plain", "only -inf", "one NaN")),
     "an entropy's part at a column": program("v0 = x.softmax(-1) * x.log_softmax(-1)", f"{PICKED}, v0.sum(-1)"),
     "a sum of scaled logits": program("v0 = x / 0.7", "v0.sum(-1), v0.logsumexp(-1)"),
+    "clamped, then summed without gradient": program(
+        "v0 = x.clamp(min=torch.finfo(torch.float32).min)",
+        "v0.mean(-1), x.logsumexp(-1)",
+        rows=("plain", "some -inf"),
+        grads=("none", "none"),
+    ),
+    "clamped, then nearly nothing": program(
+        "v0 = x.clamp(min=torch.finfo(torch.float32).min)",
+        "(v0 * 1e-38).exp().sum(-1), x.logsumexp(-1)",
+        rows=("plain", "some -inf"),
+        grads=("none", "none"),
+    ),
+    "a division by a weighted softmax": program("v0 = x.log_softmax(-1) / (x.softmax(-1) * tau)", PICKED),
+    "targets of rolled logits": program("v0 = x.roll(1, 0).log_softmax(-1)", PICKED),
+    "chunks in another order": program("v0 = x.log_softmax(-1)", "v0 = torch.cat([v0[2:4], v0[:2], v0[4:]])", "v0[:, 2] * w, v0.exp()[:, 3]"),
     "clamped, then summed": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "v0.mean(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
     # found by generated programs, and right by now
     "always the first row": program("y[torch.arange(1).expand(y.shape[0]), t]"),
