@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_or
     from torch.utils._filelock import FileLock
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     has_internal_overlap = torch._debug_has_internal_overlap
     torch_check = torch._check
@@ -53,6 +54,7 @@ __all__ = [
     "ProfilerEvent",
     "ShapeEnv",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "TracingContext",
     "aot_autograd",
     "backend_registry",
@@ -221,6 +223,11 @@ INTERFACES = {
         "bytes of all storages alive, for estimate_peak",
         "a TorchDispatchMode that counts storages",
         early=False,
+    ),
+    "TorchDispatchMode": Interface(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "what an operator over chunks holds while it runs, for estimate_peak",
+        "torch documents it under this name; estimates would leave the chunk out",
     ),
     "ProfilerEvent": Interface(
         "torch._C._profiler:_EventType",

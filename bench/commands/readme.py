@@ -63,7 +63,8 @@ def printed_by_example(text: str) -> str:
 def _options() -> str:
     from slime_compile.backend.options import Options
 
-    said = dict(re.findall(r"^ {8}(\w+): (.*?)$", Options.__doc__ or "", re.MULTILINE))
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", Options.__doc__ or "", re.MULTILINE)
+    said = {name: " ".join(text.split()) for name, text in entries}
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {said[field.name]} |"
         for field in dataclasses.fields(Options)

@@ -7,10 +7,10 @@ its kernel would have are alive beside them.
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_compile.ops import linear
 from slime_compile.ops.linear_chunks import Head, both_scratch, grad_scratch, stats_scratch
+from slime_compile.torch_private import TorchDispatchMode
 
 
 class Scratch(TorchDispatchMode):
