@@ -1,10 +1,10 @@
-"""`python -m bench [memory|estimate|speed|tp|readme]`; without one the table of README.md. See bench/README.md."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|readme]`; without one the table of README.md. See bench/README.md."""
 
 import argparse
 from pathlib import Path
 
 from bench.cases.losses import SPELLINGS
-from bench.commands import estimate, loss, memory, readme, speed, tp
+from bench.commands import estimate, lm_head, loss, memory, readme, speed, tp
 from bench.measure.cells import RESULTS
 
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "estimate": (estimate.main, "estimated peaks beside the measured ones"),
     "speed": (speed.main, "forward and backward beside peers"),
     "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
+    "lm_head": (lm_head.main, "logits that a matmul makes, beside peers: memory, time, error"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 
