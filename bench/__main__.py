@@ -1,4 +1,4 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|readme]`; without one the table of README.md. See bench/README.md."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|readme]`; without one README.md's table. See bench/README.md."""
 
 import argparse
 from pathlib import Path

@@ -56,7 +56,7 @@ class Outcome:
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
     `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps; `collectives_*` count the functional
-    collectives of the graph.
+    collectives of the graph; `chunked_heads` the matmuls whose logits are never whole.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -67,4 +67,5 @@ class Outcome:
     saved_bytes_after: int = 0
     collectives_before: int = 0
     collectives_after: int = 0
+    chunked_heads: int = 0
     notes: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Losses over hidden states and a weight, and who computes them: this package, torch, Liger.
 
-Entry points: `WAYS`, by name: for a cell a function of (hidden, weight, target, old, advantages) to a scalar; `truth`, the
-same in float64, a few rows at a time.
+Entry points: `WAYS`, by name: for a cell a function of (hidden, weight, target, old, advantages) to a scalar; `truth`,
+the same in float64, a few rows at a time.
 """
 
 import importlib

@@ -103,6 +103,7 @@ class LinearOutcome:
             outcome,
             rejections=(*kept, *self.rejections),
             saved_bytes_after=max(outcome.saved_bytes_after - saved, 0),
+            chunked_heads=len(self.chunked),
             notes=(*outcome.notes, *(str(each) for each in self.chunked)),
         )
 

@@ -346,6 +346,8 @@ class _Units:
         found = [self.degree(arg) for arg in node.args]
         if node.target in _LINEAR and found[0] == _MULTIPLE:
             return _MULTIPLE
+        if node.target in _WRITTEN and found[:2] == [_ZERO, _MULTIPLE]:
+            return _MULTIPLE
         return _degree_of_result(node, found)
 
 
@@ -401,6 +403,9 @@ _LINEAR: set[Any] = (
     }
 )
 """Multiples of the first operand where that is one, in any shape."""
+
+_WRITTEN: set[Any] = {aten.slice_scatter.default, aten.select_scatter.default}
+"""Multiples of what is written over zeros."""
 
 _COMPARED: set[Any] = {aten.eq.Scalar, aten.ne.Scalar}
 _HOMOGENEOUS: dict[Any, Any] = {

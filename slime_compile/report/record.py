@@ -232,7 +232,9 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=tuple(_about_softmaxes(graph, outcome.rejections)),
         notes=outcome.notes,
-        has_vocabulary=any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
+        # where the logits are never whole, no value may be as wide
+        has_vocabulary=outcome.chunked_heads > 0
+        or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
 
 

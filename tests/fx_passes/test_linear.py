@@ -182,6 +182,9 @@ def test_report_has_the_chunks() -> None:
     assert note.startswith("the logits [8, 37] at ")
     assert "are never whole: chunks of 2 x 37; the gradient is taken in backward: " in note
     assert report["saved_bytes_after"] == 0
+    assert report["chunked_heads"] == 1
+    # there are no logits that a gradient could be written beside
+    slime_compile.reports()[-1].assert_fused(2, in_place=True)
 
 
 def test_verified() -> None:
@@ -228,11 +231,17 @@ def _batched(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return values_of(logits, torch.stack([target, target]))
 
 
+def _rows_joined(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return values_of(torch.cat([logits[4:6], logits[:3]]), target[:5])
+
+
 REFUSED = [
     (_argmax, "the logits are read by aten.argmax.default at"),
     (_returned, "the logits are returned, so they are made whole"),
     (_softcapped, "the logits come out of aten.tanh.default, not of a matmul"),
     (_matrix_added, "what is added to the matmul is not one number per column"),
+    (_rows_joined, "the gradient of some rows of the logits is made alone"),
     (_batched, "a batch of matrices is multiplied"),
 ]
 

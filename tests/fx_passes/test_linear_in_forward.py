@@ -96,6 +96,11 @@ def loss_of_sequences(
     return ((each.sum(-1) / mask.sum(-1)).mean(),)
 
 
+def cross_entropy_of_some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = (hidden @ weight.t())[:, 1:4].reshape(-1, weight.shape[0])
+    return (F.cross_entropy(logits, target[:, 2:5].reshape(-1)),)
+
+
 CAN: list[tuple[Loss, str]] = [
     (cross_entropy, NV),
     (cross_entropy_summed, NV),
@@ -106,6 +111,7 @@ CAN: list[tuple[Loss, str]] = [
     (z_loss, NV),
     (loss_of_sequences, "[B,S,V]"),
     (policy, "[B,S,V]"),
+    (cross_entropy_of_some_rows, "[B,S,V]"),
 ]
 HALF = (torch.float32, torch.bfloat16)
 
@@ -198,6 +204,11 @@ def _checkpointed(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     )  # type: ignore[return-value]
 
 
+def _some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    log_probs, _ = values_of((hidden @ weight.t())[1:5], target[1:5])
+    return (log_probs.exp().mean(),)
+
+
 class _Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -234,6 +245,7 @@ WAIT = [
     (_ratio_of_a_sequence, "a coefficient depends on other rows: aten."),
     (_normalised, "a coefficient depends on other rows: aten."),
     (_checkpointed, "the program wants it made again in backward"),
+    (_some_rows, "a coefficient depends on other rows: aten."),
     (_clipped, "is not linear in the loss's gradient"),
     (_shifted, "is not linear in the loss's gradient"),
 ]

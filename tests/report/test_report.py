@@ -29,6 +29,7 @@ KEYS = {
     "saved_bytes_after",
     "collectives_before",
     "collectives_after",
+    "chunked_heads",
     "rejections",
     "in_place",
     "breaks",
