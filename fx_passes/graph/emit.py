@@ -187,15 +187,15 @@ def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:
     """
     wanted = [hint(value(size)) for size in sizes]
     shape = [hint(size) for size in fake.shape]
-    if math.prod(shape) != math.prod(wanted):
-        return False
+    if math.prod(shape) != math.prod(wanted) or 0 in shape:
+        return 0 in shape
     remaining = wanted[::-1]
     for run in _runs(shape, [hint(stride) for stride in fake.stride()]):
         while run > 1:
             if not remaining or run % remaining[0]:
                 return False
             run //= remaining.pop(0)
-    return all(size == 1 for size in remaining) or 0 in shape
+    return all(size == 1 for size in remaining)
 
 
 def _runs(shape: list[int], strides: list[int]) -> Iterator[int]:
