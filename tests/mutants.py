@@ -699,8 +699,7 @@ def main() -> int:
     given = parser.parse_args()
     chosen = [each for each in MUTANTS if not given.names or each.name in given.names]
     import torch
-
-    import torch._dynamo  # noqa: F401  once, before the forks
+    import torch._dynamo
 
     torch.set_num_threads(1)
     counts: dict[str, int] = {}

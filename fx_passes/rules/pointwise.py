@@ -119,7 +119,10 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 
 def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) -> Result:
     if not isinstance(left, (Form, Mask)) and not isinstance(right, (Form, Mask)):
-        raise Refused("a product of numbers per row is added in one operator")
+        form = as_form(addend)
+        product_of_rows = c.operand(left, form) * c.operand(right, form)
+        rows = Form(form.shape, form.vdim, e=product_of_rows)
+        return add(form, rows, c.rows.zero_outside)
     result = times(c, *pair(c, node, left, right))
     return add(result, form_beside(c, addend, result), c.rows.zero_outside)
 
