@@ -2,7 +2,8 @@
 
 `CASES` and `ROW_CASES` map an operator to a function that takes a `Making`, draws operands in every shape, step, bound
 and dtype that torch allows (and some that it does not: `Impossible`), and returns the operator's node. What a rule can
-say something about is made more often than the rest. Nothing here knows the rules.
+say something about is made more often than the rest. Nothing here knows the rules. Long as the tables are: one case for
+each row, short functions in the tables' order.
 """
 
 from __future__ import annotations

@@ -237,10 +237,10 @@ class Walked:
             free = torch.ones((), dtype=torch.bool)  # elements that NaN and +inf do not reach
             if draw.spoils and isinstance(want, Tensor):
                 free = torch.stack([each[node] == want for each in others]).all(0)
-            elif not isinstance(self.said(node), Mask) and self._overflows(node, values):
-                continue
             if isinstance(self.said(node), Mask):
                 free = free & self._certain(self.said(node), node, values)
+            elif self._overflows(node, values, draw):
+                continue
             for what, (found, size) in self._claims(node, values):
                 self._compare(node, what, found, want, free, 1e-11 * size, draw)
         return True
@@ -300,9 +300,10 @@ class Walked:
                 found.add(node)
         return found
 
-    def _overflows(self, node: Node, values: Values) -> bool:
-        """+inf is in what the value is made of: then nothing is promised."""
-        return any(_has_infinity(values[each]) for each in (*ancestors([node]), node))
+    def _overflows(self, node: Node, values: Values, draw: Draw) -> bool:
+        """What the value is made of has +inf, unless that is looked at apart, or numbers where float64 ends."""
+        largest = torch.inf if draw.spoils else 1e150
+        return any(_exceeds(values[each], largest) for each in (*ancestors([node]), node))
 
     def _compare(
         self,
@@ -324,7 +325,7 @@ class Walked:
         found = torch.as_tensor(found).expand(want.shape).double()
         want = want.double()
         wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
-        wrong &= ~self._allowed(self.said(node), found, want)
+        wrong &= ~self._allowed(self.said(node), found, want, draw)
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
             raise AssertionError(
@@ -332,19 +333,24 @@ class Walked:
                 f"for {draw}\n{self.scratch.script()}\n\nsaid: {self.said(node)}"
             )
 
-    def _allowed(self, said: Any, found: Tensor, want: Tensor) -> Tensor:
-        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row."""
+    def _allowed(self, said: Any, found: Tensor, want: Tensor, draw: Draw) -> Tensor:
+        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row.
+
+        A sum that is divided by zero is the sum of its terms divided by zero, NaN for an infinite number.
+        """
+        by_zero = found.isnan() & want.isinf() & torch.tensor(draw.kind in ("zeros", "mixed"))
         if not isinstance(said, Form):
-            return torch.zeros((), dtype=torch.bool)
+            return by_zero
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
         over = found.isnan() & torch.tensor(any(hot.replaces for hot in said.hots))
-        return low | over
+        return by_zero | low | over
 
 
-def _has_infinity(found: Any) -> bool:
+def _exceeds(found: Any, largest: float) -> bool:
+    """A finite number beyond 1e150 of either sign, or one beyond `largest`."""
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         return False
-    return bool(((found > 1e150) | ((found < -1e150) & found.isfinite())).any())
+    return bool(((found > largest) | (found.isfinite() & (found.abs() > 1e150))).any())
 
 
 def _hints(shape: Sequence[Any]) -> tuple[int, ...]:
