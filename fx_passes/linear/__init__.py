@@ -190,8 +190,7 @@ def _rewritten(graph: Graph, node: Node, emit: Emitter, config: LinearConfig) ->
         if each not in tainted:
             emit.adopt(each)
     head = head_of(node, emit)
-    if readers.grads:
-        _check_unchanged(graph, head)
+    _check_unchanged(graph, head)
     products = {grad: _products(grad, head, emit) for grad in readers.grads}
     rewrite = Rewrite(emit, head, config.chunk_bytes)
     waits = _emit(rewrite, readers, products, sizes, config)
@@ -243,10 +242,10 @@ def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConf
 
 
 def _check_unchanged(graph: Graph, head: Head) -> None:
-    """Backward makes the logits again, after what forward has written over inputs."""
+    """Backward makes the logits again, after what forward has written over inputs; so may forward, which is moved."""
     changed = changed_inputs(graph)
     if changed.intersection((head.hidden.base, head.weight.base, head.bias)):
-        reason = "the function changes in place what makes the logits, and backward would read it changed"
+        reason = "the function changes in place what makes the logits, which may be read when it is changed"
         raise Refused(reason, head.root)
 
 

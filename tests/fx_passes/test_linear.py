@@ -282,6 +282,18 @@ def test_hidden_that_the_function_changes() -> None:
     assert any(each.startswith("the function changes in place") for each in found), found
 
 
+def test_hidden_that_the_function_changes_without_gradient() -> None:
+    """What is returned is the new operator's own result, with nothing of the program's between it and the end."""
+
+    def fn(hidden: Tensor, weight: Tensor) -> Tensor:
+        found = (hidden @ weight.t()).logsumexp(-1)
+        hidden.mul_(2)
+        return found
+
+    hidden, weight, _ = (each.detach() for each in example())
+    torch.testing.assert_close(compiled(fn)(hidden.clone(), weight), fn(hidden.clone(), weight))
+
+
 def test_gradient_that_somebody_reads(graphs: list[Graph]) -> None:
     """The gradient of the logits is asked for, beside that of hidden."""
 
