@@ -160,6 +160,18 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, zero_mask(s, x), 1.0)
 
 
+@refused("a division by zero")
+def _(s: Scratch, x: Node) -> None:
+    p = exponential(s, x)
+    s.call(aten.div.Tensor, p, s.call(aten.mul.Tensor, p, number(s, 0.0)))
+
+
+@refused("a division by a softmax that may be masked")
+def _(s: Scratch, x: Node) -> None:
+    p = exponential(s, x)
+    s.call(aten.div.Tensor, p, s.call(aten.mul.Tensor, p, s.input("rows", (3, 1))))
+
+
 @refused("a division by a full-vocabulary value")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, exponential(s, x), x)
@@ -502,9 +514,11 @@ def test_rounds_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_verified_graphs_that_differ() -> None:
     one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
-    assert _first_difference([one], [one]) is None
-    assert _first_difference([one], [other]) == "output 0 differs by 2.5e-01 of its largest element"
-    assert _first_difference([None, one], [None, one.double()]) == (
+    assert _first_difference([one], [one], 0.0) is None
+    assert _first_difference([one], [other], 0.0) == (
+        "output 0 differs by 2.4e-01 of its row's largest element"
+    )
+    assert _first_difference([None, one], [None, one.double()], 0.0) == (
         "output 1 was torch.float32 [2], is torch.float64 [2]"
     )
 
