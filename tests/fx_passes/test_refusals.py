@@ -516,7 +516,7 @@ def test_verified_graphs_that_differ() -> None:
     one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
     assert _first_difference([one], [one], 0.0) is None
     assert _first_difference([one], [other], 0.0) == (
-        "output 0 differs by 2.4e-01 of its row's largest element"
+        "output 0 differs by 2.5e-01 of its row's largest element"
     )
     assert _first_difference([None, one], [None, one.double()], 0.0) == (
         "output 1 was torch.float32 [2], is torch.float64 [2]"
