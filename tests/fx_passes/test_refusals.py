@@ -182,6 +182,17 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, rows(s, 3, 1), x)
 
 
+@refused("a division by a softmax that may be masked")
+def _(s: Scratch, x: Node) -> None:
+    masked = s.call(aten.mul.Tensor, exponential(s, x), rows(s, 3, 1))
+    s.call(aten.div.Tensor, exponential(s, x), masked)
+
+
+@refused("a division by zero")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.div.Tensor, x, number(s, 0.0))
+
+
 @refused("exp of a value that is not linear in the logits")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.exp.default, exponential(s, x))
