@@ -302,12 +302,17 @@ def _under_views(node: Node) -> Node:
     return node
 
 
+_FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}
+"""Where a constant's number stands among the arguments."""
+
+
 def _constant(node: Node) -> float | None:
     """The number in a 0-dimensional constant tensor made in the graph."""
-    if node.op != "call_function":
+    at = _FILL.get(node.target)
+    fill = None if at is None else node.args[at]
+    if not isinstance(fill, (int, float)):
         return None
-    if node.target is aten.scalar_tensor.default and isinstance(node.args[0], (int, float)):
-        return float(node.args[0])
-    if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
-        return float(node.args[1])
-    return None
+    dtype = value(node).dtype
+    if dtype is torch.bool:
+        return float(bool(fill))
+    return float(fill) if dtype.is_floating_point else float(int(fill))
