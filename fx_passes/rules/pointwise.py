@@ -14,7 +14,7 @@ from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.walk.columns import column
-from fx_passes.walk.context import Context
+from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
 from fx_passes.walk.statistics import compute_dtype
 
@@ -32,7 +32,12 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         return mask_form(c, operand)
     if not is_float_tensor(node):
         raise Refused("a full-vocabulary value is cast to integers")
-    return as_form(operand)
+    form = as_form(operand)
+    narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
+    if form.x is not None and linear and narrow.itemsize < value(form.x).dtype.itemsize:
+        # what stays of it would be rounded, what is computed from the logits would not
+        raise Refused(f"the logits are rounded to {dtype_name(node)}")
+    return form
 
 
 def neg(c: Context, node: Node, operand: Operand) -> Result:

@@ -137,24 +137,19 @@ RIGHT: dict[str, Program] = {
     "a softmax's sum over a row with NaN": program("x.softmax(-1).sum(-1)", rows=("plain", "one NaN")),
     "a column of the log of a softmax": program("x.softmax(-1).log().select(-1, 1).sum()"),
     "two rows three times": program("v0 = x.softmax(-1)[torch.fmod(torch.arange(3) + 2, len(x))]", "v0.square().mean(-1)", lead=(2,)),
+    "a softmax of rounded logits, turned": program(
+        "v0 = F.log_softmax(x.to(torch.bfloat16), -1, dtype=torch.float32)",
+        f"v0.flip(-1).exp().sum(-1), {PICKED}",
+    ),
+    "the maximum of rounded logits": program(
+        "v0 = x.to(torch.bfloat16)", "v0.float().amax(-1) - v0.amax(-1), v0.logsumexp(-1)"
+    ),
 }  # fmt: skip
 
 FLOAT64 = "what is asked for in float64 is computed in float32"
-ROUNDED = "a cast to bfloat16 is left out of the statistics and not of what stays"
 INFINITE = "eager code has an infinite value in a row with +inf"
 OPEN: dict[str, tuple[str, Program]] = {
     "softmax in float64": (FLOAT64, program("x.softmax(-1, dtype=torch.float64).log().amax(1)")),
-    "a softmax of rounded logits, turned": (
-        ROUNDED,
-        program(
-            "v0 = F.log_softmax(x.to(torch.bfloat16), -1, dtype=torch.float32)",
-            f"v0.flip(-1).exp().sum(-1), {PICKED}",
-        ),
-    ),
-    "the maximum of rounded logits": (
-        ROUNDED,
-        program("v0 = x.to(torch.bfloat16)", "v0.float().amax(-1) - v0.amax(-1), v0.logsumexp(-1)"),
-    ),
     "logsumexp of a row with +inf": (INFINITE, program("x.logsumexp(1)", **INF)),
     "exponentials of a row with +inf": (INFINITE, program("x.exp().sum(1)", **INF)),
     "log-prob beside +inf": (INFINITE, program("v0 = x - x.logsumexp(-1, True)", PICKED, **INF)),

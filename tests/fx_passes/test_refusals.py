@@ -151,6 +151,7 @@ def _(s: Scratch, x: Node) -> None:
 short(
     "a full-vocabulary value is cast to integers", prims.convert_element_type.default, torch.int64
 )
+short("the logits are rounded to bfloat16", prims.convert_element_type.default, torch.bfloat16)
 short("a power of 3 of a full-vocabulary value", aten.pow.Tensor_Scalar, 3)
 short("no rule for aten.tanh.default on a full-vocabulary value", aten.tanh.default)
 
