@@ -55,6 +55,14 @@ WHOLE_VIEWS: set[Target] = (
 )
 """Show all of a tensor's memory, once."""
 
+COMPARISONS: set[Target] = {
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+    aten.ge.Tensor,
+    aten.gt.Tensor,
+    aten.le.Tensor,
+    aten.lt.Tensor,
+}
 ALL_REDUCE: set[Target] = {c10d.all_reduce.default, c10d.wait_tensor.default}
 
 

@@ -11,8 +11,8 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused, add, scaled
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.facts import rank_of, same, shape_of, value
-from fx_passes.graph.operators import SAME_VALUE
+from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
+from fx_passes.graph.operators import RESHAPES, SAME_VALUE
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import form_beside, masked_column, pair
 from fx_passes.walk.columns import column
@@ -109,13 +109,14 @@ def _at_peak(c: Context, node: Node) -> Instead | None:
     Where it stays, it compares with a maximum of its own: the statistics' may be rounded otherwise.
     """
     for wide, peak in (node.args[:2], node.args[1::-1]):
-        while isinstance(peak, Node) and peak.target in SAME_VALUE:
+        while isinstance(peak, Node) and (peak.target in SAME_VALUE or peak.target in RESHAPES):
             peak = peak.args[0]
         if not isinstance(peak, Node) or peak.target is not aten.amax.default:
             continue
         form = c.read(wide)
-        if isinstance(form, Form) and form.is_affine and form == c.read(peak.args[0]):
-            maximum = c.emitter.call(aten.amax.default, wide, *peak.args[1:])
+        whole = isinstance(wide, Node) and same_shape(shape_of(wide), shape_of(node))
+        if whole and isinstance(form, Form) and form.is_affine and form == c.read(peak.args[0]):
+            maximum = c.emitter.call(aten.amax.default, wide, [form.vdim], True)
             mask = c.emitter.call(aten.eq.Tensor, wide, maximum)
             return Instead(mask, Mask(Guard.PEAK, form), keeps=(wide,))  # type: ignore[arg-type]
     return None

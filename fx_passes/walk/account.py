@@ -31,6 +31,8 @@ class Account:
         leaving: new nodes that are a full-vocabulary value where it leaves, and its root.
         kept: nodes of the user's whose values are needed as they are.
         returned: full-vocabulary values linear in the logits that the graph returns (`logits / t`).
+        doubtful: roots whose values per row are compared with full-vocabulary values that stay: numbers that are equal
+            in the user's program would be rounded differently.
         refusals: what rules refused, in the order of the graph.
         notes: roundings that the rewrite leaves out: the root, and the text for the report.
     """
@@ -42,5 +44,6 @@ class Account:
     leaving: dict[Node, Node] = field(default_factory=dict)
     kept: set[Node] = field(default_factory=set)
     returned: set[Node] = field(default_factory=set)
+    doubtful: set[Node] = field(default_factory=set)
     refusals: list[Refusal] = field(default_factory=list)
     notes: dict[Node, tuple[Node, str]] = field(default_factory=dict)

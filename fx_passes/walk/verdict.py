@@ -39,6 +39,8 @@ def judge(walk: Walk) -> Verdict:
         found, left = _count(walk, root, before if forward else None, after)
         if not any(used_by_user(walk, node, after) for node in values):
             refused[root] = "no value per row leaves: its softmax is used in full"
+        elif root in account.doubtful:
+            refused[root] = "a value per row is compared with full-vocabulary values that stay"
         elif left >= found:
             refused[root] = f"{left} full-vocabulary values would be left of {found}"
         else:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.graph.facts import value
-from fx_passes.graph.operators import CASTS, WHOLE_VIEWS, Target
+from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.walk.account import Account, Refusal
@@ -163,6 +163,16 @@ class Walk:
         roots = frozenset(self.context.roots.root_of[x] for x in xs if x is not None)
         if roots:
             self.account.refusals.append(Refusal(node, reason, roots))
+        if node.target in COMPARISONS and any(map(self._is_replaced, node.all_input_nodes)):
+            self.account.doubtful |= roots
+
+    def _is_replaced(self, node: Node) -> bool:
+        """A number per row that is computed otherwise than the user does, seen through views and copies."""
+        while node not in self.account.row_values:
+            if node.target not in VIEWS and node.target not in SAME_VALUE:
+                return False
+            node = node.all_input_nodes[0]
+        return True
 
     def _note_rounding(self, node: Node, form: Form) -> None:
         """A rounding of a full-vocabulary value that the rewrite leaves out."""

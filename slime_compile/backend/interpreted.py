@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -110,4 +112,11 @@ def _function(gm: GraphModule, node: Node) -> Callable[..., Any]:
     assert node.op == "call_function", (
         f"AOTAutograd's graphs call functions only, got {node.format_node()}"
     )
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return _converted
     return cast(Callable[..., Any], node.target)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """prims.convert_element_type, whose own kernel makes a leaf that requires grad of one, also without autograd."""
+    return tensor.to(dtype)

@@ -524,6 +524,22 @@ def test_rounds_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuse(s.graph, FuseConfig(min_vocab=VOCAB)).fused
 
 
+def test_a_maximum_compared_with_values_that_stay() -> None:
+    """The user's own maximum would be equal to some of them; one that is rounded otherwise need not be."""
+    s = Scratch(torch.float32)
+    x = s.input("logits", (3, VOCAB))
+    p = exponential(s, x)
+    total = s.call(aten.sum.dim_IntList, p, [-1], True)
+    peak = s.call(aten.amax.default, s.call(aten.mul.Tensor, x, 0.3), [-1], True)
+    s.graph.output((total, s.call(aten.ge.Tensor, s.call(aten.mul.Tensor, x, 0.3), peak)))
+    before = described(s)
+    outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
+    reasons = [r.reason for r in outcome.rejections]
+    assert "a value per row is compared with full-vocabulary values that stay" in reasons
+    assert outcome.fused == ()
+    assert described(s) == before
+
+
 def test_verified_graphs_that_differ() -> None:
     one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
     assert _first_difference([one], [one], 0.0) is None
