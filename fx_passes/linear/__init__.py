@@ -61,7 +61,7 @@ class Chunked:
         dtype: of the logits.
         forward, backward: [rows, columns] of a chunk for the sizes that the graph was traced with; backward is None
             where no gradient is made.
-        waits: why the gradient waits for backward; nothing where it is taken in forward.
+        waits: why the gradient waits for backward; nothing where it is taken in forward, or not made.
         saved_bytes: of logits that backward would have read.
         nodes: targets and lines of the user's nodes that are gone.
     """
@@ -207,7 +207,10 @@ def _emit(
     sizes: Sizes,
     config: LinearConfig,
 ) -> str:
-    """Makes the new nodes; why the gradient waits for backward, or nothing if it is taken in forward."""
+    """Makes the new nodes; why the gradient waits for backward, or nothing if none does."""
+    if not products:
+        rewrite.forward(readers)
+        return ""
     try:
         grad, found = _single(products)
         rewrite.both(readers, grad, found)
@@ -223,7 +226,7 @@ def _emit(
 
 def _single(products: dict[Node, Products]) -> tuple[Node, Products]:
     if len(products) != 1:
-        raise NotInForward("there are several gradients" if products else "there is no gradient")
+        raise NotInForward("the program makes several gradients of these logits")
     return next(iter(products.items()))
 
 

@@ -76,7 +76,7 @@ def in_forward(
     Raises:
         NotInForward: with the reason.
     """
-    tangents = [n for n in grad.graph.find_nodes(op="placeholder") if _is_tangent(n)]
+    tangents = [n for n in grad.graph.find_nodes(op="placeholder") if is_tangent(n)]
     _, terms, affine, index, values, *_ = grad.args
     wanted: list[Any] = [terms, affine, index, values]
     above = ancestors(wanted) | set(wanted)
@@ -96,7 +96,7 @@ def in_forward(
     return RowProgram(text, tuple(builder.inputs), reached[0])
 
 
-def _is_tangent(node: Node) -> bool:
+def is_tangent(node: Node) -> bool:
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
@@ -266,7 +266,7 @@ class _Builder:
             return {"dtype": _name(arg)}
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
-        raise NotInForward(f"an argument of {_line(node)} is no number")
+        raise NotInForward(f"an argument of {_line(node)} is {arg}, no real number")
 
     def _operand(self, arg: Node, node: Node, joined: bool = False) -> int:
         """The place of an operand whose rows are those of `node`."""
@@ -279,7 +279,7 @@ class _Builder:
             and _is_one_element(arg)
             and value(arg).dtype != value(node).dtype
         ):
-            raise NotInForward(f"an operand of another dtype in {_line(node)}")
+            raise NotInForward(f"an operand of {_line(node)} has another dtype than its result")
         if not shape_of(node):
             raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
         kept = self._fixed_rest(node)

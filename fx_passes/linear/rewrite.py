@@ -20,8 +20,8 @@ from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import ancestors
 from fx_passes.linear.gradients import Products
 from fx_passes.linear.head import Head, Refused
-from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward
-from fx_passes.linear.readers import Readers, Rows, origin_of
+from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward, is_tangent
+from fx_passes.linear.readers import Readers, Rows, descendants, origin_of
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
@@ -211,11 +211,25 @@ class Rewrite:
             self.limit,
             "",
         )
-        if any(is_backward(node) and is_collective(node) for node in ancestors([made])):
-            raise NotInForward("a collective of backward would move to forward on this rank alone")
+        self._check_collectives(made)
         self._tag(made, backward=False)
         self._replace_stats(wanted, made)
         self._replace_products(products, made, 2, program.tangent)
+
+    def _check_collectives(self, made: Node) -> None:
+        """Forward may run only the collectives that it ran: other ranks may leave theirs in backward, and would wait.
+
+        What Dynamo traced as the backward of an autograd.Function has no tag, so forward is what its results need.
+        """
+        graph = made.graph
+        tangents = [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
+        late = descendants(tangents)
+        returned = graph.output_node().all_input_nodes
+        kept = ancestors(n for n in returned if n not in late and not is_backward(n))
+        if any(is_collective(node) and node not in kept for node in ancestors([made])):
+            raise NotInForward(
+                "it needs a collective of backward, which other ranks may not run in forward"
+            )
 
     def _tag(self, made: Node, backward: bool) -> None:
         """Forward's operators may read what only backward did until now, and what came before that."""
@@ -351,7 +365,9 @@ class Rewrite:
             assert isinstance(wide, Node), node
             found = self._size(wide, dim)
             if not isinstance(found, Node):
-                raise Refused("a size of the logits is asked for that nothing else gives", node)
+                raise Refused(
+                    "a size of the logits is needed that nothing else in the graph gives", node
+                )
             self.replacements[node] = found
 
     def _size(self, wide: Node, dim: Any) -> Any:
