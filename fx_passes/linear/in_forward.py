@@ -4,7 +4,8 @@ Entry point: `in_forward`. Each row's coefficients of the gradient must follow f
 columns, from values that do not depend on these logits, and from one number that backward brings (the gradient of a
 scalar loss), of which they must be a multiple. Then the chunk's gradient is taken with 1 in the place of that number,
 and backward only multiplies: 6 instead of 8 products of rows x vocabulary x hidden. What follows from that number and
-not from the logits is computed once in the graph, for 1, whatever its shape.
+not from the logits is computed once in the graph, for 1, whatever its shape. Longer than other files: the proof and the
+program that it yields are one walk, operator by operator.
 
 NOTE [Row programs]
 The arithmetic between statistics and coefficients is told to the operator as JSON, so that compiled code can be kept by

@@ -1,7 +1,7 @@
 """The edits: a `linear_row_stats` for each set of rows that statistics are taken of, a `linear_row_grad` per gradient.
 
 Entry point: `Rewrite`. New nodes are made first; `commit` puts them in the place of the old ones. Nothing here can
-refuse once `commit` has begun.
+refuse once `commit` has begun. Longer than other files, since all edits of a head stand together, in their order.
 """
 
 from __future__ import annotations
@@ -377,6 +377,8 @@ class Rewrite:
         if wide is self.head.root and rank == 2:
             return self.emit.size(self.hidden, 0)
         size: Any = shape_of(wide)[dim]
+        if isinstance(size, int):
+            return size
         return self.emit.size_of(size.node.expr)
 
     # -- committing ------------------------------------------------------------------------------
