@@ -3,8 +3,9 @@
 Entry point: `Scratch`. Inputs have a role, which says what values they take; each kind of `DRAWS` fills all of them.
 Everything the walk says (forms, masks, values per row, full-vocabulary values that leave, polynomials) is evaluated
 by `dense.py` and compared with the user's operator, executed in float64; in a graph that is float64 itself nothing is
-converted, so that a rounding to float32 in the rewrite shows. Long: the graph, the data for it and the comparison are one
-thing to a test.
+converted, so that a rounding to float32 in the rewrite shows.
+
+Long: the graph, the data for it and the comparison are one thing to a test.
 """
 
 from __future__ import annotations
