@@ -84,17 +84,31 @@ def inplace(graph: Graph, donated: set[Node], consume_logits: bool) -> list[Deci
             reason = str(refused)
         decisions.append(Decision(node.name, source_of(node), not reason, reason))
         if not reason:
-            _overwrite(graph, node)
+            _overwrite(graph, node, _may_alias(graph, node, donated))
     return decisions
 
 
-def _overwrite(graph: Graph, node: Node) -> None:
+def _may_alias(graph: Graph, node: Node, donated: set[Node]) -> list[Node]:
+    """Saved tensors that may share the caller's logits' memory at some later call, where the operator then refuses.
+
+    None for logits that only this graph can see.
+    """
+    x = node.args[0]
+    assert isinstance(x, Node), node
+    given = [n for n in graph.find_nodes(op="placeholder") if n not in donated and n.users]
+    if not any(Aliases(graph).share(n, x) for n in given):
+        return []
+    return [n for n in given if n is not x and isinstance(value(n), torch.Tensor)]
+
+
+def _overwrite(graph: Graph, node: Node, others: list[Node]) -> None:
     x, terms, affine, index, weight, softmax, _, region = node.args
     assert isinstance(x, Node), node
     with graph.inserting_before(node):
         write = graph.call_function(
             torch.ops.slime_fused.row_grad_.default,
             (x, terms, affine, index, weight, softmax, region),
+            {"others": others} if others else {},
         )
     write.meta = {**node.meta, "val": None}
     node.replace_all_uses_with(x)

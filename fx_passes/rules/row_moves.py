@@ -4,7 +4,7 @@ A form whose rows are moved keeps its coefficients, moved alike; its logits beco
 remembers the way back, by which `row_writes.py` recognises what backward writes home. Rows that are picked by data
 (`x[mask]`) are not moved: what they make is a root of its own.
 
-Longer than other files: each kind of move is the rule, the move of a row scalar, and its way back, which belong together.
+Longer than other files: a kind of move is its rule, the move of a row scalar, and the way back, which belong together.
 """
 
 from __future__ import annotations

@@ -106,3 +106,15 @@ def check_writable(x: Tensor) -> None:
             f"got {'a leaf' if owner is x else 'a view of a leaf'} of shape {list(owner.shape)}. "
             "Call row_grad instead, or compile without options={'consume_logits': True}."
         )
+
+
+def check_alone(x: Tensor, others: Sequence[Tensor]) -> None:
+    """Inputs that shared no memory when the code was compiled may do so in a later call."""
+    memory = x.untyped_storage().data_ptr()
+    for other in others:
+        if x.numel() and other.numel() and other.untyped_storage().data_ptr() == memory:
+            raise RuntimeError(
+                "`x` must share its memory with no other tensor that backward reads, since its values are overwritten; "
+                f"in this call an input of shape {list(other.shape)} is a view of the logits, of shape {list(x.shape)}. "
+                "Pass a clone of it, or compile without options={'consume_logits': True}."
+            )

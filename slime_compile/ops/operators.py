@@ -6,7 +6,7 @@ outputs never require grad. Differentiable code calls `slime_compile.rl.log_prob
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops import cpu, reference
-from slime_compile.ops.checks import check_grad, check_result_dtype, check_stats, check_writable
+from slime_compile.ops.checks import (
+    check_alone,
+    check_grad,
+    check_result_dtype,
+    check_stats,
+    check_writable,
+)
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.ops.regions import on_call
 
@@ -42,7 +48,7 @@ _library.define(
 )
 _library.define(
     "row_grad_(Tensor(a!) x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
-    " bool softmax, str region) -> ()",
+    " bool softmax, str region, *, Tensor[]? others=None) -> ()",
     tags=_TAGS,
 )
 
@@ -90,6 +96,8 @@ def _fake_row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
+    *,
+    others: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
 
@@ -183,9 +191,12 @@ def _row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
+    *,
+    others: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
     check_writable(x)
+    check_alone(x, others or ())
     on_call(region)
     kernels_of(x).row_grad_(x, terms, affine, index, weight, softmax)
     # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.

@@ -1,0 +1,58 @@
+"""consume_logits=True, and an input that shares the logits' memory in a later call only: an error, never other values."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import harness
+
+ROWS, VOCAB = 5, 64
+
+
+def loss(logits: Tensor, target: Tensor, other: Tensor) -> Tensor:
+    """Backward reads `other` after the gradient has taken the logits' place, or may."""
+    log_p = logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+    return (log_p * other.flatten()[:ROWS].sin()).sum() + (other * other).sum()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a column": lambda x: x[:, 3],
+    "a block of columns": lambda x: x[:, :2],
+    "a flat view": lambda x: x.view(-1)[7:30],
+    "another dtype": lambda x: x.view(torch.int32)[:, 3].view(torch.float32),
+}
+
+
+def run(fn: Callable[..., Tensor], view: Callable[[Tensor], Tensor], alias: bool) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    leaf = torch.randn(ROWS, VOCAB, generator=draw, requires_grad=True)
+    given = leaf * 1
+    other = view(given.detach() if alias else given.detach().clone())  # of one layout
+    fn(given, torch.arange(ROWS), other).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda name: name.replace(" ", "_"))
+def test_alias_in_a_later_call(view: str, inner: str) -> None:
+    torch._dynamo.reset()
+    options = {**harness.OPTIONS, "inner": inner, "consume_logits": True}
+    compiled = torch.compile(loss, backend="slime_fused", options=options)
+    wanted = run(loss, VIEWS[view], alias=False)
+    torch.testing.assert_close(run(compiled, VIEWS[view], alias=False), wanted)
+    try:
+        torch.testing.assert_close(run(compiled, VIEWS[view], alias=True), wanted)
+    except RuntimeError as refused:
+        assert "must share its memory with no other tensor" in str(refused)
+
+
+def test_the_error_names_the_option() -> None:
+    torch._dynamo.reset()
+    options = {**harness.OPTIONS, "consume_logits": True}
+    compiled = torch.compile(loss, backend="slime_fused", options=options)
+    run(compiled, VIEWS["a column"], alias=False)
+    with pytest.raises(RuntimeError, match="compile without options={'consume_logits': True}"):
+        run(compiled, VIEWS["a column"], alias=True)
