@@ -164,17 +164,15 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
 def _check_clamped(left: Form, right: Form) -> None:
     """A clamped value is exact beside exponentials that are zero wherever it was clamped."""
     for one, other in ((left, right), (right, left)):
-        vanish = other.is_exp and all(_vanishes(term, one) for term in other.exps)
+        vanish = other.is_exp and all(map(_vanishes, other.exps))
         if one.clamped and not vanish:
             only_unclamped(one)
 
 
-def _vanishes(term: Exp, affine: Form) -> bool:
-    """The exponential is zero where the affine value is -inf."""
-    scale, factor = term.scale.as_number(), affine.f.as_number()
-    if scale is not None and factor is not None:
-        return scale > 0 and factor > 0
-    return term.scale == affine.f
+def _vanishes(term: Exp) -> bool:
+    """The exponential is zero where the logits are -inf, which is where a value was clamped."""
+    scale = term.scale.as_number()
+    return scale is not None and scale > 0
 
 
 def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:

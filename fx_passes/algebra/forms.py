@@ -66,8 +66,8 @@ class Form:
     """A full-vocabulary value; `x` is the root, moved by row moves, or None where no root is involved.
 
     `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
-    logits): they take part in sums and scalings only. `clamped`: affine, and where it would be -inf it is some very low
-    number instead; only what an exponential of the same logits is multiplied with may be so.
+    logits): they take part in sums and scalings only. `clamped`: affine, and where the logits are -inf a multiple of
+    some very low number instead; only what an exponential of the same logits is multiplied with may be so.
     """
 
     shape: Shape

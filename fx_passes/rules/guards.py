@@ -57,7 +57,7 @@ def is_not_zero(node: Node, form: Form, number: float) -> Seen | None:
 
 def at_least(node: Node, form: Form, number: float) -> Seen | None:
     """`x >= finfo.min` fails only for -inf (and NaN); `x >= -inf` not even for that."""
-    known = form.is_affine and -math.inf < number <= _lowest(node)
+    known = form.is_affine and -math.inf < number <= _lowest(node, form)
     return (Guard.MINUS_INF, True) if known else None
 
 
@@ -65,13 +65,13 @@ def above(node: Node, form: Form, number: float) -> Seen | None:
     """`x > number` for a number below finfo.min; `p > 0`."""
     if form.is_exp and number == 0:
         return Guard.NULL, True
-    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node) else None
+    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node, form) else None
 
 
-def _lowest(node: Node) -> float:
-    """The smallest finite number in the dtype of what is compared."""
-    dtype = value(node.args[0]).dtype
-    return torch.finfo(dtype).min if dtype.is_floating_point else -math.inf
+def _lowest(node: Node, form: Form) -> float:
+    """The smallest finite number in the dtype of what is compared, or of the logits, where that is narrower."""
+    dtypes = [value(each).dtype for each in (node.args[0], form.x) if each is not None]
+    return max(torch.finfo(d).min if d.is_floating_point else -math.inf for d in dtypes)
 
 
 def isnan(c: Context, node: Node, operand: Operand) -> Result:
@@ -115,6 +115,8 @@ def _at_peak(c: Context, node: Node) -> Instead | None:
             continue
         form = c.read(wide)
         whole = isinstance(wide, Node) and same_shape(shape_of(wide), shape_of(node))
+        dims = [dim % rank_of(peak.args[0]) for dim in peak.args[1]]  # type: ignore[union-attr, operator]
+        whole = whole and isinstance(form, Form) and dims == [form.vdim]
         if whole and isinstance(form, Form) and form.is_affine and form == c.read(peak.args[0]):
             maximum = c.emitter.call(aten.amax.default, wide, [form.vdim], True)
             mask = c.emitter.call(aten.eq.Tensor, wide, maximum)
@@ -150,7 +152,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
         return _at_column(c, mask, left, right)
     constant = left.e.as_number() if left.is_row else None
     if mask.guard is Guard.NAN and constant is not None and math.isnan(constant):
-        if right == mask.form:
+        if _is_nan_too(c, mask.form, right):
             return right
         raise Refused("where another value is NaN, NaN is put")
     if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:
@@ -158,6 +160,17 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
             return right
         raise Refused(f"where {mask.guard.value}, another value is put to zero")
     raise Refused(f"where {mask.guard.value}, another value than the limit is put")
+
+
+def _is_nan_too(c: Context, guarded: Form, form: Form) -> bool:
+    """`form` is NaN wherever `guarded` is: the same, or the same softmax times what is zero in no row."""
+    if form == guarded:
+        return True
+    if not (form.is_exp and guarded.is_exp) or len(form.exps) != 1 or len(guarded.exps) != 1:
+        return False
+    (mine,), (theirs,) = form.exps, guarded.exps
+    same_softmax = (mine.scale, mine.shift) == (theirs.scale, theirs.shift)
+    return same_softmax and bool(mine.a.as_number() or mine.b.as_number())
 
 
 def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
@@ -214,6 +227,7 @@ def clamp_min(
     number = as_number(low)
     if not isinstance(operand, Form) or high is not None or number is None:
         raise Refused("a clamp over the vocabulary from above, or to a value per row")
-    if not at_least(node, operand, number):
+    factor = operand.f.as_number()
+    if not at_least(node, operand, number) or factor is None or factor <= 0:
         raise Refused("a clamp over the vocabulary changes values")
     return operand.with_(clamped=True)

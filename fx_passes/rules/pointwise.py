@@ -34,7 +34,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         raise Refused("a full-vocabulary value is cast to integers")
     form = as_form(operand)
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
-    if form.x is not None and linear and narrow.itemsize < value(form.x).dtype.itemsize:
+    if form.x is not None and linear and narrow.itemsize < min(4, value(form.x).dtype.itemsize):
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     return form

@@ -242,5 +242,6 @@ def _dot(c: Context, node: Node, left: Form, right: Form) -> Result:
     if not (turned and same(left.shape[1], 1) and same(right.shape[2], 1)):
         raise Refused("a matrix product with full-vocabulary values")
     row = permute_dims(c, right, (right.shape[0], 1, right.shape[1]), [0, 2, 1])
-    poly, label = row_sum(c, times(c, left, row))
-    return c.row_value(node, poly, label, left, keepdim=True)
+    product = times(c, left, row)
+    poly, label = row_sum(c, product)
+    return c.row_value(node, poly, label, product, keepdim=True)

@@ -287,7 +287,8 @@ def row_stats_kernel(
     first, spread, count = mass, mass, mass
     if VEC > 1:
         lone, there = _edges(head, groups, vocab, part, LANES, VEC)
-        edge = tl.load(row_ptr + lone, mask=there & (rate != 0.0), other=0.0)
+        readable = there & (lone < tl.where(rate == 0.0, 0, vocab))
+        edge = tl.load(row_ptr + lone, mask=readable, other=0.0)
         edge = edge.to(tl.float32) * tl.where(flip, -1.0, 1.0)
         peak = tl.where(there, edge, peak)
         finite = there & (edge > -float("inf"))
@@ -365,7 +366,7 @@ def merge_parts_kernel(
 #
 # The row normal form (docs/design.md) element by element: one read, one write, one exponential per term. The row's
 # coefficients are loaded once per program. What depends on the row alone is decided on scalars:
-# - a row whose coefficients are all 0 gets 0 for scale, center and shift too, so that x = 0 (not read) gives 0;
+# - a term whose a and b are 0 gets 0 for scale, center and shift too, and a scale of 0 hides x: the term gives 0;
 # - the affine part runs only where f is not 0, a one-hot term only in the tile that holds its column.
 
 
@@ -379,11 +380,13 @@ def _scalars(values_ptr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _silenced(terms, live, K: tl.constexpr):
-    """The coefficients, 0 where not `live`."""
+def _silenced(terms, K: tl.constexpr):
+    """The coefficients, all 0 in a term whose a and b are 0 (NaN is not): x is not looked at then."""
     values = ()
     for k in tl.static_range(5 * K):
-        values = values + (tl.where(live, terms[k], 0.0),)
+        a = terms[5 * (k // 5) + 3]
+        b = terms[5 * (k // 5) + 4]
+        values = values + (tl.where(a == 0.0, tl.where(b == 0.0, 0.0, terms[k]), terms[k]),)
     return values
 
 
@@ -413,16 +416,16 @@ def _is_live(terms, affine, weights, K: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _exponential_term(x, scale, center, shift, a, b, SOFTMAX: tl.constexpr):
-    """exp(z - shift) * (a + b z), 0 where a and b are 0; with SOFTMAX x is exp(z - shift)."""
+    """exp(z - shift) * (a + b z); with SOFTMAX x is exp(z - shift)."""
     if SOFTMAX:
         z = tl.log(x) + shift
-        null = x == 0.0
-        value = x * (a + b * z)
+        value = tl.where(x == 0.0, 0.0, x * (a + b * z))
     else:
         z = tl.where(scale == 0.0, 0.0, scale * x) - center
-        null = (z == -float("inf")) & (shift == shift)
         value = tl.exp2((z - shift) * LOG2E) * (a + b * z)
-    return tl.where(null | ((a == 0.0) & (b == 0.0)), 0.0, value)
+        null = shift * 0.0 - float("inf")  # NaN, which no z is, where there is no softmax
+        value = tl.where(z == null, 0.0, value)
+    return value
 
 
 @triton.jit
@@ -487,7 +490,7 @@ def row_grad_kernel(
     read = live
     if K == 0:
         read = live & (affine[0] != 0.0)
-    terms = _silenced(terms, live, K)
+    terms = _silenced(terms, K)
 
     x_row = x_ptr + _row_offset(row, inner, x_outer_stride, x_inner_stride)
     out_row = out_ptr + _row_offset(row, inner, out_outer_stride, out_inner_stride)

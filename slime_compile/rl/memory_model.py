@@ -33,7 +33,8 @@ def peak_bytes(
     - given logits: 2, the logits and their gradient.
     - given logits and `consume_logits`: 1, the gradient is written over them.
     - logits made inside the compiled function: 1, for the same reason.
-    - `save="softmax"`: 2, the logits and the softmax, which becomes the gradient.
+    - `save="softmax"`: 2, the logits and the softmax, which becomes the gradient; of logits made
+      inside in forward only.
 
     Logits made inside the compiled function, `hidden_states @ weight.T`, add the hidden states,
     their gradient and the weight's gradient. The weight itself and all that is alive before the
@@ -56,8 +57,8 @@ def peak_bytes(
         ValueError: a size below 1, or a dtype that is not floating.
         RuntimeError: options that the backend does not know.
     """
-    fixed, per_token = _peak_model(vocab_local, hidden, dtype, options, logits, training)
-    return fixed + tokens * per_token
+    moments = _moments(vocab_local, hidden, dtype, options, logits, training)
+    return max(fixed + tokens * per_token for fixed, per_token in moments)
 
 
 def max_tokens_for(
@@ -89,24 +90,25 @@ def max_tokens_for(
         >>> max_tokens_for(20 * 2**30, 76032, 4096, torch.float32)  # TP 2 of a 152,064 vocabulary
         35277
     """
-    fixed, per_token = _peak_model(vocab_local, hidden, dtype, options, logits, training)
+    moments = _moments(vocab_local, hidden, dtype, options, logits, training)
+    fixed, per_token = max(moments, key=sum)
     if memory_bytes < fixed + per_token:
         raise ValueError(
             f"`memory_bytes` must be at least {fixed + per_token} for one token "
             f"({fixed} and {per_token} per token), got {memory_bytes}"
         )
-    return (memory_bytes - fixed) // per_token
+    return min((memory_bytes - fixed) // per_token for fixed, per_token in moments)
 
 
-def _peak_model(
+def _moments(
     vocab_local: int,
     hidden: int,
     dtype: torch.dtype,
     options: Mapping[str, Any] | None,
     logits: Literal["given", "inside"],
     training: bool,
-) -> tuple[int, int]:
-    """Bytes whatever the number of tokens, and bytes per token."""
+) -> list[tuple[int, int]]:
+    """Moments at which the peak may be: bytes whatever the number of tokens, and bytes per token."""
     for name, value in (("vocab_local", vocab_local), ("hidden", hidden)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
@@ -118,11 +120,13 @@ def _peak_model(
     row = wide = vocab_local * dtype.itemsize
     if training and not _gradient_takes_the_place_of_logits(parsed, logits):
         wide += row
-    fixed = per_token = 0
-    if logits == "inside":
-        per_token = hidden * dtype.itemsize * (2 if training else 1)
-        fixed = vocab_local * hidden * dtype.itemsize if training else 0
-    return fixed, wide + per_token + _ROW_BYTES
+    if logits == "given":
+        return [(0, wide + _ROW_BYTES)]
+    state = hidden * dtype.itemsize
+    if not training:
+        return [(0, wide + state + _ROW_BYTES)]
+    # the end of forward, and of backward: the gradients of hidden and weight are made when one of two buffers is gone
+    return [(0, wide + state + _ROW_BYTES), (vocab_local * state, row + 2 * state + _ROW_BYTES)]
 
 
 def _gradient_takes_the_place_of_logits(options: Options, logits: str) -> bool:

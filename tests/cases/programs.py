@@ -104,7 +104,6 @@ RIGHT: dict[str, Program] = {
     "a number but at the target": program("v0 = torch.where(~(torch.arange(7) == t[:, None]), 0.5, x.log_softmax(-1))", f"{PICKED}, v0.sum(-1)"),
     "rows counted along the other dimension": program("x.log_softmax(-1)[torch.arange(3), torch.arange(3)[:, None], t]", lead=(3, 3)),
     "the first row for all": program("x.log_softmax(-1)[torch.arange(1), t]"),
-    "a mask of bytes": program("v0 = x.log_softmax(-1)", "v0[torch.arange(7), torch.ones(7, dtype=torch.uint8)], v0.exp().square().sum(-1)", **SQUARE),
     "two columns overwritten": program("v0 = x.log_softmax(-1).scatter(-1, torch.stack([t, t.flip(0)], -1), 0.0)", "v0.sum(-1)"),
     "columns of some rows overwritten": program("v0 = x.log_softmax(-1).scatter(-1, t[:3, None], 0.0)", "v0.sum(-1)"),
     "a target's column at another target": program("v0 = (torch.arange(7) == t[:, None]) * x.log_softmax(-1)", "v0.gather(-1, t.flip(0)[:, None])"),

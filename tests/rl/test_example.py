@@ -37,7 +37,7 @@ def test_packed_ppo_step(main: Callable[..., Any], tmp_path: Path) -> None:
 
 
 def test_snippet_of_the_loss_path() -> None:
-    text = (EXAMPLE.parents[2] / "docs" / "loss_path.md").read_text()
+    text = (EXAMPLE.parents[1] / "docs" / "loss_path.md").read_text()
     (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     known = len(slime_compile.reports())
     without_inductor = snippet.replace(

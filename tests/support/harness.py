@@ -27,7 +27,7 @@ ROWS = 7  # no multiple of any chunk size in the table
 BATCH, LENGTH = 3, 5
 HIDDEN = 4
 DRAWS = 4  # of the data, judged together
-EAGER_DRAWS = 10  # so that what is usual for a scalar is not one lucky number
+EAGER_DRAWS = 24  # so that what is usual for a scalar is not one lucky number
 DATA = ("plain", "hard")
 
 OPTIONS: dict[str, Any] = {"inner": "aot_eager", "min_vocab": MIN_VOCAB, "strict": True}
@@ -91,7 +91,7 @@ def no_worse_than_eager(
 ) -> None:
     """Assert that `actual` is as near to `truth` as `eager` is.
 
-    All together: RMSE <= 2 (3 for halves or fewer than 1000 elements) x eager's RMSE + one rounding. Every element:
+    All together: RMSE <= 2 (3 for halves, float64 or fewer than 1000 elements) x eager's RMSE + one rounding. Every element:
     error <= 2 x eager's largest error in this tensor + one rounding to `dtype`, at the tensor's largest value (what an
     element of a gradient or of a log-softmax is the difference of). NaN and inf are compared first; a value that is
     finite where eager's is not has to be near the truth, if there is one.
@@ -122,14 +122,15 @@ def no_worse_than_eager(
     got, true = got[finite], true[finite]
     info = torch.finfo(dtype)
     error, largest = (got - true).abs(), usual.max()
-    rounding = info.eps * true.abs().max() + info.smallest_normal * info.eps
+    roundings = 2 if dtype is torch.float64 else 1  # then the truth is rounded, too
+    rounding = roundings * info.eps * true.abs().max() + info.smallest_normal * info.eps
     worst = error.argmax()
     assert error[worst] <= 2 * largest + rounding, (
         f"{what}: error {error[worst]:.3e} where eager's largest is {largest:.3e} and one rounding "
         f"{rounding:.3e}; got {got[worst]:.9g}, truth {true[worst]:.9g}"
     )
-    factor = 3 if dtype.itemsize == 2 or true.numel() < 1000 else 2
-    limit = factor * _rms(usual) + info.eps * _rms(true) + info.smallest_normal
+    factor = 3 if dtype.itemsize != 4 or true.numel() < 1000 else 2
+    limit = factor * _rms(usual) + roundings * info.eps * _rms(true) + info.smallest_normal
     assert _rms(error) <= limit, (
         f"{what}: RMSE {_rms(error):.3e}, eager's is {_rms(usual):.3e}, limit {limit:.3e}"
     )
