@@ -92,9 +92,9 @@ def no_worse_than_eager(
     """Assert that `actual` is as near to `truth` as `eager` is.
 
     All together: RMSE <= 2 (3 for halves, float64 or fewer than 1000 elements) x eager's RMSE + one rounding. Every
-    element: error <= 2 x eager's largest error in this tensor + one rounding to `dtype`, at the tensor's largest value (what an
-    element of a gradient or of a log-softmax is the difference of). NaN and inf are compared first; a value that is
-    finite where eager's is not has to be near the truth, if there is one.
+    element: error <= 2 x eager's largest error in this tensor + one rounding to `dtype`, at the tensor's largest
+    value (what an element of a gradient or of a log-softmax is the difference of). NaN and inf are compared first;
+    a value that is finite where eager's is not has to be near the truth, if there is one.
 
     NOTE [Why twice the largest error?]
     It is the largest of a sample, and so is ours: rows of the table whose RMSE over 150 draws is eager's own (ratio
