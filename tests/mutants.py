@@ -212,13 +212,13 @@ MUTANTS = [
         ),
         (
             "a larger number is the lowest", "rules/guards.py", "test_small_programs.py right and (low_number)",
-            "    known = form.is_affine and -math.inf < number <= _lowest(node)",
+            "    known = form.is_affine and -math.inf < number <= _lowest(node, form)",
             "    known = form.is_affine and -math.inf < number <= -1.0",
         ),
         (
             "above the lowest number is not -inf", "rules/guards.py", "test_soundness.py another_mask",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node) else None",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node) else None",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node, form) else None",
+            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node, form) else None",
         ),
         (
             "p > anything is p > 0", "rules/guards.py", "test_small_programs.py right and (above)",
@@ -227,7 +227,7 @@ MUTANTS = [
         ),
         (
             "a guard of another value's NaN", "rules/guards.py", "test_small_programs.py right and (NaN_where)",
-            "        if right == mask.form:",
+            "        if _is_nan_too(c, mask.form, right):",
             "        if True:",
         ),
         (

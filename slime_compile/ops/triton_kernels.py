@@ -274,8 +274,7 @@ def row_stats_kernel(
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     scale = _load_scale(scale_ptr, row, scale_stride, scaled, factor)
-    flip = scale < 0.0
-    rate = tl.abs(scale)
+    flip, rate = scale < 0.0, tl.abs(scale)
     row_ptr = x_ptr + _row_offset(row, inner, outer_stride, inner_stride)
     head, groups, begin, end = _cut(row_ptr, vocab, part, parts, LANES, VEC)
     body_ptr = _body(row_ptr, head, VEC)
