@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops import linear_chunks
-from slime_compile.ops.operators import kernels_of
+from slime_compile.ops.operators import kernels_of, register
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.ops.regions import on_call
 from slime_compile.ops.row_program import compiled
@@ -311,21 +311,9 @@ def _linear_row_both(
     )
 
 
-def _register() -> None:
-    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "linear_row_stats": (_linear_row_stats, _fake_linear_row_stats),
-        "linear_row_grad": (_linear_row_grad, _fake_linear_row_grad),
-        "linear_row_both": (_linear_row_both, _fake_linear_row_both),
-    }
-    for name, (kernel, fake) in kernels.items():
-        torch.library.register_fake(f"slime_fused::{name}", fake, lib=_library)
-        for device in ("CPU", "CUDA"):
-            _library.impl(name, kernel, device)
-        # No derivative: go on to the kernel, and leave the outputs without requires_grad.
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-
-
-_register()
+register(_library, "linear_row_stats", _linear_row_stats, _fake_linear_row_stats)
+register(_library, "linear_row_grad", _linear_row_grad, _fake_linear_row_grad)
+register(_library, "linear_row_both", _linear_row_both, _fake_linear_row_both)
 
 linear_row_stats = torch.ops.slime_fused.linear_row_stats.default
 linear_row_both = torch.ops.slime_fused.linear_row_both.default

@@ -203,21 +203,18 @@ def _row_grad_(
     torch.autograd.graph.increment_version(x)
 
 
-def _register() -> None:
-    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "row_stats": (_row_stats, _fake_row_stats),
-        "row_grad": (_row_grad, _fake_row_grad),
-        "row_grad_": (_row_grad_, _fake_row_grad_),
-    }
-    for name, (kernel, fake) in kernels.items():
-        torch.library.register_fake(f"slime_fused::{name}", fake, lib=_library)
-        for device in ("CPU", "CUDA"):
-            _library.impl(name, kernel, device)
-        # No derivative: go on to the kernel, and leave the outputs without requires_grad.
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+def register(library: Any, name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Gives an operator that `library` defines its kernel on all devices, its fake kernel, and no derivative."""
+    torch.library.register_fake(f"slime_fused::{name}", fake, lib=library)
+    for device in ("CPU", "CUDA"):
+        library.impl(name, kernel, device)
+    # No derivative: go on to the kernel, and leave the outputs without requires_grad.
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
-_register()
+register(_library, "row_stats", _row_stats, _fake_row_stats)
+register(_library, "row_grad", _row_grad, _fake_row_grad)
+register(_library, "row_grad_", _row_grad_, _fake_row_grad_)
 
 row_stats = torch.ops.slime_fused.row_stats.default
 row_grad = torch.ops.slime_fused.row_grad.default
