@@ -213,18 +213,35 @@ struct Sums {
 };
 
 constexpr int AHEAD = 4; // independent sums, so that an addition need not wait for the one before
+constexpr int64_t STRIP = 16; // elements that a lane adds up one by one
 
-// In double: where few elements make up the sum, these are its largest roundings.
+// A sum in two steps: of a strip in every lane, then of strips. An element is rounded 16 + 128 / 16 times in a block of
+// vectors of 8 floats or 4 doubles, where one sum would round it 128 times: of a row with one large probability that is
+// most of the error. Over the lanes in double: where few elements make up the sum, these would be its largest roundings.
 template <typename T>
-double sum_of(const Vec<T> (&parts)[AHEAD]) {
-  constexpr int64_t W = Vec<T>::size();
-  T lanes[AHEAD * W];
-  for (int k = 0; k < AHEAD; ++k) parts[k].store(lanes + k * W);
-  double sums[AHEAD] = {};
-  for (int64_t i = 0; i < W; ++i)
-    for (int k = 0; k < AHEAD; ++k) sums[k] += lanes[k * W + i];
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
+struct Sum {
+  Vec<T> strip[AHEAD], strips[AHEAD];
+
+  Sum() { for (int k = 0; k < AHEAD; ++k) strip[k] = strips[k] = Vec<T>(0); }
+
+  void end_strip() {
+    for (int k = 0; k < AHEAD; ++k) {
+      strips[k] = strips[k] + strip[k];
+      strip[k] = Vec<T>(0);
+    }
+  }
+
+  double total() {
+    constexpr int64_t W = Vec<T>::size();
+    end_strip();
+    T lanes[AHEAD * W];
+    for (int k = 0; k < AHEAD; ++k) strips[k].store(lanes + k * W);
+    double sums[AHEAD] = {};
+    for (int64_t i = 0; i < W; ++i)
+      for (int k = 0; k < AHEAD; ++k) sums[k] += lanes[k * W + i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+};
 
 template <typename T>
 T top_of(const T* x, int64_t n, T rate) {
@@ -254,29 +271,37 @@ Sums block_sums(const T* x, int64_t n, T rate) {
   sums.top = top;
   sums.count = n;
   const Vec<T> scale(rate), anchor(static_cast<T>(sums.anchor())), low(LOW<T>), none(0);
-  Vec<T> mass[AHEAD], first[AHEAD], spread[AHEAD];
-  for (int k = 0; k < AHEAD; ++k) mass[k] = first[k] = spread[k] = none;
+  Sum<T> mass, first, spread;
   int64_t i = 0;
-  for (; i + AHEAD * W <= n; i += AHEAD * W) {
-    for (int k = 0; k < AHEAD; ++k) {
-      const Vec<T> d = Vec<T>::loadu(x + i + k * W) * scale - anchor;
-      const Vec<T> held = at::vec::clamp_min(d, low), e = exponential(held);
-      mass[k] = mass[k] + e;
-      if constexpr (MEAN) first[k] = at::vec::fmadd(e, held, first[k]);
-      if constexpr (TOTAL) spread[k] = spread[k] + d;
+  const auto end_strip = [&] {
+    mass.end_strip();
+    if constexpr (MEAN) first.end_strip();
+    if constexpr (TOTAL) spread.end_strip();
+  };
+  const auto add = [&](int k, Vec<T> d, Vec<T> held, Vec<T> e) {
+    mass.strip[k] = mass.strip[k] + e;
+    if constexpr (MEAN) first.strip[k] = at::vec::fmadd(e, held, first.strip[k]);
+    if constexpr (TOTAL) spread.strip[k] = spread.strip[k] + d;
+  };
+  while (i + AHEAD * W <= n) {
+    const int64_t end = std::min(n, i + STRIP * AHEAD * W);
+    for (; i + AHEAD * W <= end; i += AHEAD * W) {
+      for (int k = 0; k < AHEAD; ++k) {
+        const Vec<T> d = Vec<T>::loadu(x + i + k * W) * scale - anchor, held = at::vec::clamp_min(d, low);
+        add(k, d, held, exponential(held));
+      }
     }
+    end_strip();
   }
   for (; i < n; i += W) {
     const int64_t here = std::min(W, n - i);
     const Vec<T> d = Vec<T>::set(none, Vec<T>::loadu(x + i, here) * scale - anchor, here);
-    const Vec<T> held = at::vec::clamp_min(d, low), e = Vec<T>::set(none, exponential(held), here);
-    mass[0] = mass[0] + e;
-    if constexpr (MEAN) first[0] = at::vec::fmadd(e, held, first[0]);
-    if constexpr (TOTAL) spread[0] = spread[0] + d;
+    const Vec<T> held = at::vec::clamp_min(d, low);
+    add(0, d, held, Vec<T>::set(none, exponential(held), here));
   }
-  sums.mass = sum_of(mass);
-  if constexpr (MEAN) sums.first = sum_of(first);
-  if constexpr (TOTAL) sums.spread = sum_of(spread);
+  sums.mass = mass.total();
+  if constexpr (MEAN) sums.first = first.total();
+  if constexpr (TOTAL) sums.spread = spread.total();
   return sums;
 }
 

@@ -1,8 +1,7 @@
 """The fused operators against their contract, on the CPU. Needs no accelerator.
 
-Truth is `slime_compile.ops.reference` in float64; for statistics of float64 logits, its formulas in numpy's longdouble.
-The budget is the error of the same reference in the operator's own precision plus one rounding. Every test runs on the
-C++ and on the torch calls that stand in for it (`way`).
+Truth is `slime_compile.ops.reference` in float64; for statistics, its formulas in numpy's longdouble. The budget is
+`tests/support/operator_budget.py`. Every test runs on the C++ and on the torch calls that stand in for it (`way`).
 """
 
 import subprocess
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +20,7 @@ from torch.library import opcheck
 from slime_compile import ops
 from slime_compile.ops import cpu, native, operators, reference, torch_calls
 from tests.support.dispatch import Allocations
+from tests.support.operator_budget import Coefficients, check_grad, check_stats, rms_errors
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,8 +29,6 @@ VOCABS = (1, 2, 3, 5, 127, 128, 129, 255, 257, 1023, 1025)
 ROWS = (0, 1, 7)
 # 7 rows of 127 columns take 4 chunks, the last one ragged; 1023 columns take a chunk for each row
 SMALL_CHUNK = 300
-
-Coefficients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @pytest.fixture
@@ -150,70 +147,6 @@ def _coefficients(
     return torch.cat(columns, -2), linear, index, draw(hots)
 
 
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _exact_stats(x: Tensor) -> list[np.ndarray]:
-    """`reference.row_stats` of x in longdouble."""
-    y = x.numpy().astype(np.longdouble)
-    with np.errstate(all="ignore"):
-        top = y.max(-1, keepdims=True)
-        d = y - top
-        p = np.exp(d)
-        mass, first = (v.sum(-1, keepdims=True) for v in (p, np.where(d == -INF, 0, p * d)))
-        log_sum = np.where(top == -INF, -INF, np.log(mass))
-        return [top, log_sum, first / mass, d.sum(-1, keepdims=True)]
-
-
-def _exact(value: Tensor) -> np.ndarray:
-    return value.double().numpy().astype(np.longdouble)
-
-
-def _assert_within_budget(
-    result: Tensor, same: Tensor, truth: Tensor | np.ndarray, least: float = 0.0
-) -> None:
-    """result is as near to the truth as `same`, the reference in the same precision, up to one rounding.
-
-    That is a rounding of the largest value, or of `least` where steps on the way add up to that.
-    """
-    truth = _exact(truth) if isinstance(truth, Tensor) else truth
-    assert result.dtype == same.dtype
-    assert tuple(result.shape) == truth.shape
-    assert result.is_contiguous()
-    finite = same.isfinite()
-    torch.testing.assert_close(
-        result[~finite], same[~finite], rtol=0, atol=0, equal_nan=True, check_dtype=False
-    )
-    if not finite.any():
-        return
-    truth = truth[finite.numpy()]
-    rounding = torch.finfo(result.dtype).eps * max(np.abs(truth).max(), least)
-    error = np.abs(_exact(result[finite]) - truth).max()
-    assert error <= np.abs(_exact(same[finite]) - truth).max() + rounding
-
-
-def _check_stats(x: Tensor, scale: Tensor | None = None, factor: float = 1.0) -> None:
-    results = ops.row_stats(x, scale, factor, "")
-    sames = reference.row_stats(x.contiguous(), scale, factor)  # sums go in memory's order
-    truths: Any = reference.row_stats(x.double(), _double(scale), factor)
-    if x.dtype == torch.float64 and scale is None and factor == 1.0:
-        truths = _exact_stats(x)
-    # two sums, which are at least 1, and their quotient; those of float32 are in float64
-    least = 3.0 if x.dtype == torch.float64 else 0.0
-    for result, same, truth in zip(results, sames, truths, strict=True):
-        _assert_within_budget(result, same, truth, least)
-
-
-def _check_grad(x: Tensor, coefficients: Coefficients, softmax: bool = False) -> None:
-    doubles = [_double(value) for value in coefficients]
-    truth = reference.row_grad(x.double(), *doubles, softmax, torch.float64)
-    for dtype in {x.dtype, torch.float32}:
-        result = ops.row_grad(x, *coefficients, softmax, dtype, "")
-        same = reference.row_grad(x, *coefficients, softmax, dtype)
-        _assert_within_budget(result, same, truth)
-
-
 # ---- row_stats ----------------------------------------------------------------------------------------------------
 
 
@@ -222,29 +155,49 @@ def _check_grad(x: Tensor, coefficients: Coefficients, softmax: bool = False) ->
 def test_row_stats(gen: torch.Generator, layout: str, dtype: torch.dtype) -> None:
     for v in VOCABS:
         for n in ROWS:
-            _check_stats(LAYOUTS[layout](_logits(gen, n, v, dtype)))
+            check_stats(LAYOUTS[layout](_logits(gen, n, v, dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_row_stats_of_large_offsets(gen: torch.Generator, dtype: torch.dtype) -> None:
     for v in (129, 1025):
-        _check_stats(_logits(gen, 7, v, dtype, offset=1000.0))
+        check_stats(_logits(gen, 7, v, dtype, offset=1000.0))
 
 
-@pytest.mark.parametrize("shape", [(256, 1), (1, 1), (1,), ()])
+def _peaked(gen: torch.Generator, n: int, v: int, dtype: torch.dtype) -> Tensor:
+    """Rows of which one token has most of the probability: all other elements are small beside the sum so far."""
+    x = torch.randn(n, v, generator=gen, dtype=torch.float64)
+    x[:, v // 3] = 14.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_stats_are_as_accurate_as_the_reference(
+    gen: torch.Generator, dtype: torch.dtype
+) -> None:
+    # Over 512 rows the RMS of an error is known to 5 %. Sums of one lane through a block had up to 4.6 times it.
+    for x in (
+        _logits(gen, 512, 4096, dtype),
+        _logits(gen, 512, 4096, dtype, offset=1000.0),
+        _peaked(gen, 512, 4096, dtype),
+    ):
+        for found, usual in rms_errors(x):
+            assert found <= 1.4 * usual
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 1), (1,), ()])
 def test_row_stats_scale(gen: torch.Generator, shape: tuple[int, ...]) -> None:
-    # of scaled logits it is luck how far the reference is from the truth in one row: the largest of many is not
-    x = _logits(gen, 256, 129, torch.float32)
+    x = _logits(gen, 7, 129, torch.float32)
     scale = torch.rand(shape, generator=gen) + 0.5
-    _check_stats(x, scale, 0.7)
-    _check_stats(x.to(torch.bfloat16), scale, -1.3)
+    check_stats(x, scale, 0.7)
+    check_stats(x.to(torch.bfloat16), scale, -1.3)
 
 
 def test_row_stats_of_scale_zero_are_those_of_zeros(gen: torch.Generator) -> None:
     x = _logits(gen, 7, 129, torch.float32)
     scale = torch.ones(7, 1)
     scale[2:4] = 0.0
-    _check_stats(x, scale)
+    check_stats(x, scale)
     top, log_sum, mean, total = ops.row_stats(x, scale, 1.0, "")
     torch.testing.assert_close(log_sum[2:4], torch.full((2, 1), 129.0).log())
     assert (torch.stack([top, mean, total])[:, 2:4] == 0).all()
@@ -252,15 +205,15 @@ def test_row_stats_of_scale_zero_are_those_of_zeros(gen: torch.Generator) -> Non
 
 def test_row_stats_of_expanded_rows_and_of_one_row(gen: torch.Generator) -> None:
     row = _logits(gen, 1, 129, torch.float32)
-    _check_stats(row.expand(7, 129))
-    _check_stats(row[0])
+    check_stats(row.expand(7, 129))
+    check_stats(row[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("v", [3, 129, 1025])
 def test_row_stats_of_special_rows(gen: torch.Generator, v: int, dtype: torch.dtype) -> None:
     x = _special_rows(gen, v, dtype)
-    _check_stats(x)
+    check_stats(x)
     top, log_sum, mean, total = ops.row_stats(x, None, 1.0, "")
     assert torch.cat([top, log_sum, mean, total], 1)[:3, :3].isfinite().all()
     assert mean[2] == 0  # one token left: probability 1
@@ -292,7 +245,7 @@ def test_row_grad(gen: torch.Generator, layout: str, dtype: torch.dtype) -> None
     for v in VOCABS:
         for n in ROWS:
             x = LAYOUTS[layout](_logits(gen, n, v, dtype))
-            _check_grad(x, _coefficients(gen, x))
+            check_grad(x, _coefficients(gen, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -303,25 +256,25 @@ def test_row_grad_terms(
 ) -> None:
     for v in (3, 129, 1025):
         x = _logits(gen, 7, v, dtype)
-        _check_grad(x, _coefficients(gen, x, terms, hots, affine))
+        check_grad(x, _coefficients(gen, x, terms, hots, affine))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_row_grad_of_large_offsets(gen: torch.Generator, dtype: torch.dtype) -> None:
     x = _logits(gen, 7, 129, dtype, offset=1000.0)
-    _check_grad(x, _coefficients(gen, x))
+    check_grad(x, _coefficients(gen, x))
 
 
 def test_row_grad_of_expanded_rows_and_of_one_row(gen: torch.Generator) -> None:
     row = _logits(gen, 1, 129, torch.float32)
-    _check_grad(row.expand(7, 129), _coefficients(gen, row.expand(7, 129)))
-    _check_grad(row[0], _coefficients(gen, row[0]))
+    check_grad(row.expand(7, 129), _coefficients(gen, row.expand(7, 129)))
+    check_grad(row[0], _coefficients(gen, row[0]))
 
 
 def test_row_grad_of_expanded_coefficients(gen: torch.Generator) -> None:
     x = _logits(gen, 7, 129, torch.float32)
     terms, affine, index, weight = (value[:1].expand_as(value) for value in _coefficients(gen, x))
-    _check_grad(x, (terms, affine, index, weight))
+    check_grad(x, (terms, affine, index, weight))
 
 
 def test_row_grad_adds_one_hot_terms_at_the_same_column(gen: torch.Generator) -> None:
@@ -341,7 +294,7 @@ def test_row_grad_of_special_rows(
 ) -> None:
     x = _special_rows(gen, v, dtype)
     coefficients = _coefficients(gen, x, terms, hots=0)
-    _check_grad(x, coefficients)
+    check_grad(x, coefficients)
     result = ops.row_grad(x, *coefficients, False, dtype, "")
     assert (result[1:3][x[1:3] == -INF] == 0).all()  # no probability, no gradient
     assert result[:3].isfinite().all()
@@ -374,7 +327,7 @@ def test_row_grad_does_not_read_rows_without_coefficients(
     coefficients = terms, affine, index, weight
     expected = ops.row_grad(x, *coefficients, False, dtype, "")
     x[rows] = NAN
-    _check_grad(x, coefficients)
+    check_grad(x, coefficients)
     result = ops.row_grad(x, *coefficients, False, dtype, "")
     assert torch.equal(result, expected)
     assert (result[rows] == 0).all()
@@ -391,7 +344,7 @@ def test_row_grad_of_kept_probabilities(gen: torch.Generator, v: int, dtype: tor
     probabilities = logits.softmax(-1)
     kept = terms.clone()
     kept[..., :2] = NAN  # scale and center
-    _check_grad(probabilities, (kept, affine, index, weight), softmax=True)
+    check_grad(probabilities, (kept, affine, index, weight), softmax=True)
     result = ops.row_grad(probabilities, kept, affine, index, weight, True, dtype, "")
     expected = ops.row_grad(logits, terms, affine, index, weight, False, dtype, "")
     # log(p) has the rounding of p, so many roundings of the result where it is not tiny
@@ -733,10 +686,10 @@ def test_threads_share_long_rows(
 ) -> None:
     x = _logits(gen, 3, 100_000, dtype)  # a row is 4 segments, the last one ragged
     x[0, 70_000], x[0, 40_000:60_000], x[1, :99_999] = 40.0, -INF, -INF
-    _check_stats(x)
-    _check_grad(x, _coefficients(gen, x, 1, 3))
+    check_stats(x)
+    check_grad(x, _coefficients(gen, x, 1, 3))
     x[2, -1] = NAN
-    _check_stats(x)
+    check_stats(x)
 
 
 def test_threads_pass_errors_on(
@@ -792,5 +745,5 @@ def test_any_shape(
             value[empty, ..., part:] = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_calls, "_CHUNK_ELEMENTS", chunk)
-        _check_stats(x)
-        _check_grad(x, coefficients)
+        check_stats(x)
+        check_grad(x, coefficients)
