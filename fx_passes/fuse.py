@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from fx_passes.collectives import Merged, merge
 from fx_passes.describe import describe, rejections_of, saved_bytes, too_small
 from fx_passes.graph.aliases import changed_inputs
+from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.facts import is_backward
 from fx_passes.graph.order import computed, tidy
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
@@ -42,6 +43,7 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None:
         return Outcome()
+    mark_backward(graph)
     if config.verify:
         return _fuse_verified(graph, config, fake_mode)
     return _fuse(graph, config, fake_mode)

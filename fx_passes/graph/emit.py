@@ -18,7 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._sympy.functions import FloorDiv
 
-from fx_passes.graph.facts import SizeArg, hint, is_backward, same_shape, shape_of, value
+from fx_passes.graph.facts import (
+    BACKWARD,
+    TAG,
+    SizeArg,
+    hint,
+    is_backward,
+    same_shape,
+    shape_of,
+    value,
+)
 from fx_passes.graph.operators import RESHAPES, Target, is_pure
 
 aten = torch.ops.aten
@@ -100,7 +109,7 @@ class Emitter:
 
     def _copy_provenance(self, node: Node) -> None:
         if any(is_backward(arg) for arg in node.all_input_nodes):
-            node.meta["partitioner_tag"] = "is_backward"
+            node.meta[TAG] = BACKWARD
         if self.origin is not None:
             for key in _PROVENANCE:
                 if key in self.origin.meta:

@@ -19,6 +19,11 @@ Shape: TypeAlias = tuple[Size, ...]
 SizeArg: TypeAlias = int | Node
 """A size as an argument of a node: a number, or the node that computes it."""
 
+TAG = "partitioner_tag"
+"""Torch's meta key of a joint graph's node: which part it was traced in, and where it has to stay."""
+
+BACKWARD = "is_backward"
+
 
 def value(node: object) -> Any:
     """The fake tensor (or symbolic number) of a node; other things are their own value."""
@@ -26,7 +31,8 @@ def value(node: object) -> Any:
 
 
 def is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
+    """See NOTE [What belongs to backward]; true of a graph that `mark_backward` has seen."""
+    return node.meta.get(TAG) in (BACKWARD, "must_be_in_backward")
 
 
 def shape_of(node: object) -> Shape:

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 from torch.fx import Node
 
+from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, TURNS
@@ -95,10 +95,6 @@ def in_forward(
     ]
     text = json.dumps({"values": builder.values, "results": results}, separators=(",", ":"))
     return RowProgram(text, tuple(builder.inputs), reached[0])
-
-
-def is_tangent(node: Node) -> bool:
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _line(node: Node) -> str:

@@ -15,13 +15,13 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_backward, same_shape, shape_of, value
+from fx_passes.graph.facts import BACKWARD, TAG, is_backward, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import ancestors
 from fx_passes.linear.gradients import Products
 from fx_passes.linear.head import Head, Refused
-from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward, is_tangent
-from fx_passes.linear.readers import Readers, Rows, descendants, origin_of
+from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward
+from fx_passes.linear.readers import Readers, Rows, origin_of
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
@@ -217,15 +217,9 @@ class Rewrite:
         self._replace_products(products, made, 2, program.tangent)
 
     def _check_collectives(self, made: Node) -> None:
-        """Forward may run only the collectives that it ran: other ranks may leave theirs in backward, and would wait.
-
-        What Dynamo traced as the backward of an autograd.Function has no tag, so forward is what its results need.
-        """
-        graph = made.graph
-        tangents = [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
-        late = descendants(tangents)
-        returned = graph.output_node().all_input_nodes
-        kept = ancestors(n for n in returned if n not in late and not is_backward(n))
+        """Forward may run only the collectives that it ran: others may leave theirs in backward, and would wait."""
+        returned = made.graph.output_node().all_input_nodes
+        kept = ancestors(n for n in returned if not is_backward(n))
         if any(is_collective(node) and node not in kept for node in ancestors([made])):
             raise NotInForward(
                 "it needs a collective of backward, which other ranks may not run in forward"
@@ -234,9 +228,9 @@ class Rewrite:
     def _tag(self, made: Node, backward: bool) -> None:
         """Forward's operators may read what only backward did until now, and what came before that."""
         if backward:
-            made.meta["partitioner_tag"] = "is_backward"
+            made.meta[TAG] = BACKWARD
             return
-        made.meta.pop("partitioner_tag", None)
+        made.meta.pop(TAG, None)
         self.into_forward.append(made)
 
     def _key(self, node: Node) -> tuple[Node | None, float]:
@@ -323,7 +317,7 @@ class Rewrite:
             self.limit,
             "",
         )
-        made.meta["partitioner_tag"] = "is_backward"
+        made.meta[TAG] = BACKWARD
         self._replace_products(products, made, 0, None)
 
     def _replace_products(
@@ -343,7 +337,7 @@ class Rewrite:
         found = self.emit.call(operator.getitem, made, place)
         if tangent is not None:
             found = self.emit.call(aten.mul.Tensor, found, tangent)
-            found.meta["partitioner_tag"] = "is_backward"
+            found.meta[TAG] = BACKWARD
         if turned:
             found = self.emit.call(aten.permute.default, found, [1, 0])
         self._put(node, self.emit.reshape(found, self.emit.sizes(node)))
@@ -386,6 +380,6 @@ class Rewrite:
     def commit(self) -> None:
         for node in ancestors(self.into_forward):
             if is_backward(node):
-                del node.meta["partitioner_tag"]
+                del node.meta[TAG]
         for old, new in self.replacements.items():
             old.replace_all_uses_with(new)

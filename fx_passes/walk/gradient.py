@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form
 from fx_passes.algebra.poly import ONE, ZERO, Poly
-from fx_passes.graph.facts import SizeArg, is_backward, value
+from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.statistics import compute_dtype
@@ -49,7 +49,7 @@ def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
         "",
     )
     if _in_backward(c):  # also where it depends on no upstream gradient
-        node.meta["partitioner_tag"] = "is_backward"
+        node.meta[TAG] = BACKWARD
     if order is not None:
         node = c.emitter.call(
             aten.permute.default, node, [order.index(dim) for dim in range(len(order))]

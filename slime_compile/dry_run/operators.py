@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.facts import is_backward
 from fx_passes.graph.user_lines import source_of
 from fx_passes.rules import ROW_SCALARS, RULES
@@ -54,6 +55,7 @@ def operators(
         seen: list[tuple[Node, bool]] = []
 
         def observe(graph: Graph) -> None:
+            mark_backward(graph)
             called = (node for node in graph.nodes if node.op == "call_function")
             seen.extend((node, is_backward(node)) for node in called)
 

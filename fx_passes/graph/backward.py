@@ -1,0 +1,80 @@
+"""Which nodes of a joint graph belong to backward: one definition, written into torch's own tag, read by `is_backward`.
+
+Entry point: `mark_backward`, by which `fuse` begins; the passes after it keep the tags right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOTInput
+from torch.fx import Graph, Node
+
+from fx_passes.graph.facts import BACKWARD, TAG, is_backward
+
+# NOTE [What belongs to backward]
+# Torch tags what it traces: `is_forward`, then `is_backward`, and where a change of an input has to stay
+# `must_be_in_forward` or `must_be_in_backward`. But what Dynamo traced as the backward of an autograd.Function comes
+# without a tag. A node belongs to backward if nothing that forward returns or writes needs it, and if it
+#
+#     is tagged as backward's,
+#     or reads what belongs to backward (a tangent, in the end),
+#     or has no tag in a graph whose forward is tagged: it was traced after forward.
+#
+# Row scalars that a pass makes for backward from forward's values alone belong to neither: the partitioner decides.
+
+
+def is_tangent(node: Node) -> bool:
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def mark_backward(graph: Graph) -> None:
+    """Tags what belongs to backward and has no tag; the nodes stay what and where they are."""
+    inputs = graph.find_nodes(op="placeholder")
+    traced = any(node.meta.get(TAG) == "is_forward" for node in inputs)
+    forward = _needed_by_forward(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in forward and not is_backward(node):
+            late = any(is_backward(each) for each in node.all_input_nodes)
+            untagged = not node.meta.get(TAG) and not node.meta.get("slime_fused")
+            if late or (traced and untagged):
+                node.meta[TAG] = BACKWARD
+        elif is_tangent(node):
+            node.meta[TAG] = BACKWARD
+
+
+def _needed_by_forward(graph: Graph) -> set[Node]:
+    """What forward returns or writes, and all that this is computed from."""
+    late: set[Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or is_backward(node) or late.intersection(node.all_input_nodes):
+            late.add(node)
+    waiting = [n for n in (*_returned(graph), *_effects(graph)) if n not in late]
+    found = set(waiting)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _returned(graph: Graph) -> Iterator[Node]:
+    """What forward returns, as far as the outputs are described; other gradients depend on tangents."""
+    output = graph.output_node()
+    described = output.meta.get("desc")
+    returned = output.args[0]
+    flat = returned if isinstance(returned, (list, tuple)) else (returned,)
+    if described is None or len(described) != len(flat):
+        described = (None,) * len(flat)
+    for node, place in zip(flat, described, strict=True):
+        if isinstance(node, Node) and not isinstance(place, GradAOTOutput):
+            yield node
+
+
+def _effects(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and _is_mutation(n)]
+
+
+def _is_mutation(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.meta.get(TAG))
