@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from fx_passes.collectives import Merged, merge
 from fx_passes.describe import describe, rejections_of, saved_bytes, too_small
 from fx_passes.graph.aliases import changed_inputs
-from fx_passes.graph.backward import mark_backward
+from fx_passes.graph.backward import is_joint, mark_backward
 from fx_passes.graph.facts import is_backward
 from fx_passes.graph.order import computed, tidy
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
@@ -126,7 +126,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
 
 def _changed_before_backward(graph: Graph) -> frozenset[Node]:
     """The inputs that may not be read in backward, and their aliases; none where there is no backward."""
-    return frozenset(changed_inputs(graph) if any(map(is_backward, graph.nodes)) else ())
+    return frozenset(changed_inputs(graph) if is_joint(graph) else ())
 
 
 # -- committing ---------------------------------------------------------------------------------------

@@ -582,8 +582,18 @@ MUTANTS = [
         ),
         (
             "changed inputs are roots", "fuse.py", "test_changed_logits.py divided",
-            "    return frozenset(changed_inputs(graph) if any(map(is_backward, graph.nodes)) else ())",
+            "    return frozenset(changed_inputs(graph) if is_joint(graph) else ())",
             "    return frozenset()",
+        ),
+        (
+            "new readers come after the write", "graph/order.py", "test_changed_logits.py zeroed",
+            "            needed = (*top.all_input_nodes, *before.get(top, ()))",
+            "            needed = top.all_input_nodes",
+        ),
+        (
+            "what an autograd.Function does in backward is forward", "graph/backward.py", "graph/test_backward.py",
+            "            if late or (traced and untagged):",
+            "            if False:",
         ),
         (
             "aliases of changed inputs are roots", "graph/aliases.py", "test_changed_logits.py view",

@@ -28,8 +28,16 @@ def is_tangent(node: Node) -> bool:
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
+def is_joint(graph: Graph) -> bool:
+    """Has a backward."""
+    return any(is_tangent(node) or node.meta.get(TAG) == BACKWARD for node in graph.nodes)
+
+
 def mark_backward(graph: Graph) -> None:
     """Tags what belongs to backward and has no tag; the nodes stay what and where they are."""
+    if not is_joint(graph):
+        _mark_forward(graph)
+        return
     inputs = graph.find_nodes(op="placeholder")
     traced = any(node.meta.get(TAG) == "is_forward" for node in inputs)
     forward = _needed_by_forward(graph)
@@ -41,6 +49,13 @@ def mark_backward(graph: Graph) -> None:
                 node.meta[TAG] = BACKWARD
         elif is_tangent(node):
             node.meta[TAG] = BACKWARD
+
+
+def _mark_forward(graph: Graph) -> None:
+    """Torch tags the writes of an inference graph as if it had a backward."""
+    for node in graph.nodes:
+        if is_backward(node):
+            node.meta[TAG] = "must_be_in_forward"
 
 
 def _needed_by_forward(graph: Graph) -> set[Node]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.facts import is_backward
 
 
@@ -57,15 +59,23 @@ def tidy(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
+# NOTE [Who reads an input reads it before it is written]
+# Torch's graphs are functional but for their end, where inputs that the program changes are written by `copy_`. A node
+# that a pass makes of such an input means what was given; nothing in the graph itself says that it has to run before
+# the write, so the order says it.
+
+
 def sort(graph: Graph) -> None:
-    """Puts every node after its inputs and otherwise keeps the order."""
+    """Puts every node after its inputs, every write after the new nodes that read there; else keeps the order."""
     placed: set[Node] = set()
     last = None
+    before = _readers_of_written(graph)
     for node in list(graph.nodes):
         stack = [node]
         while stack:
             top = stack[-1]
-            waiting = [arg for arg in top.all_input_nodes if arg not in placed]
+            needed = (*top.all_input_nodes, *before.get(top, ()))
+            waiting = [each for each in needed if each not in placed]
             if waiting:
                 stack.extend(reversed(waiting))
                 continue
@@ -76,3 +86,20 @@ def sort(graph: Graph) -> None:
                 last.append(top)
             placed.add(top)
             last = top
+
+
+def _readers_of_written(graph: Graph) -> dict[Node, list[Node]]:
+    """For every write of an input the nodes made by passes that read what it writes."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    if not writes:
+        return {}
+    aliases = Aliases(graph)
+    return {
+        write: [
+            user
+            for alias in aliases.of(write.args[0])
+            for user in alias.users
+            if user.meta.get("slime_fused")
+        ]
+        for write in writes
+    }
