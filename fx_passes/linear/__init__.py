@@ -4,6 +4,7 @@
     head         the matmul: hidden, weight, bias
     readers      who reads the logits, through which moves of rows
     gradients    where the gradient of the logits goes
+    softcap      logits that tanh bounds
     rewrite      the new operators in the place of the old nodes
     chunks       how large a chunk is
 
@@ -25,9 +26,9 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import byte_count, shape_of, value
 from fx_passes.graph.order import tidy
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear.chunks import SHARE, Sizes
+from fx_passes.linear.chunks import SHARE, Sizes, beside_softcap
 from fx_passes.linear.gradients import Products, products_of
-from fx_passes.linear.head import Head, Refused, head_of, is_head
+from fx_passes.linear.head import Head, Refused, head_of, is_head, made_of
 from fx_passes.linear.in_forward import NotInForward
 from fx_passes.linear.readers import (
     Readers,
@@ -62,6 +63,7 @@ class Chunked:
         forward, backward: [rows, columns] of a chunk for the sizes that the graph was traced with; backward is None
             where no gradient is made.
         waits: why the gradient waits for backward; nothing where it is taken in forward, or not made.
+        softcap: what bounds them, if anything does.
         saved_bytes: of logits that backward would have read.
         nodes: targets and lines of the user's nodes that are gone.
     """
@@ -72,13 +74,15 @@ class Chunked:
     forward: tuple[int, int]
     backward: tuple[int, int] | None
     waits: str
+    softcap: float | None
     saved_bytes: int
     nodes: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         shape = f"[{', '.join(map(str, self.shape))}]"
         where = f" at {self.source}" if self.source else ""
-        said = f"the logits {shape}{where} are never whole: chunks of {_by(self.forward)}"
+        capped = "" if self.softcap is None else f", with a softcap of {self.softcap:g},"
+        said = f"the logits {shape}{where}{capped} are never whole: chunks of {_by(self.forward)}"
         if self.backward is None:
             return said
         if not self.waits:
@@ -184,18 +188,19 @@ def _rewritten(graph: Graph, node: Node, emit: Emitter, config: LinearConfig) ->
     sizes = sizes_of(node, config.chunk_bytes)
     if sizes.whole:
         return None
-    readers = readers_of(node)
+    softcap = made_of(node)[1]
+    readers = readers_of(node, capped=softcap is not None)
     tainted = descendants(readers.sizes)
     for each in graph.nodes:
         if each not in tainted:
             emit.adopt(each)
     head = head_of(node, emit)
     _check_unchanged(graph, head)
-    products = {grad: _products(grad, head, emit) for grad in readers.grads}
+    products = {grad: _products(grad, head, readers.derivative, emit) for grad in readers.grads}
     rewrite = Rewrite(emit, head, config.chunk_bytes)
     waits = _emit(rewrite, readers, products, sizes, config)
     rewrite.sizes(readers.sizes)
-    told = _told(node, products, sizes, waits)
+    told = _told(head, [*readers.derivative], products, sizes, waits)
     rewrite.commit()
     return told
 
@@ -234,7 +239,7 @@ def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConf
     """Chunks of rows need a sum for the weight, which half precision keeps in float32 beside the gradient."""
     if config.in_forward == "never":
         raise NotInForward("the option says so")
-    if value(head.root).dtype == torch.float16:
+    if head.dtype == torch.float16:
         raise NotInForward("float16 has no room for a gradient before the loss is scaled")
     if "recompute" in head.root.meta:
         raise NotInForward("the program wants it made again in backward (checkpoint)")
@@ -252,10 +257,10 @@ def _check_unchanged(graph: Graph, head: Head) -> None:
         raise Refused(reason, head.root)
 
 
-def _products(grad: Node, head: Head, emit: Emitter) -> Products:
+def _products(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> Products:
     if origin_of(grad.args[0]) is not head.root:  # type: ignore[arg-type]
         raise Refused("the gradient of some rows of the logits is made alone", grad)
-    return products_of(grad, head, emit)
+    return products_of(grad, head, derivative, emit)
 
 
 def sizes_of(node: Node, chunk_bytes: int) -> Sizes:
@@ -265,7 +270,12 @@ def sizes_of(node: Node, chunk_bytes: int) -> Sizes:
     for size in lead:
         rows *= size if isinstance(size, int) else ROWS_UNKNOWN
     columns = vocab if isinstance(vocab, int) else int(vocab.node.hint or 0)
-    return Sizes(rows, max(columns, 1), value(node).dtype.itemsize, chunk_bytes)
+    item, beside = value(node).dtype.itemsize, 0
+    if is_head(node):
+        made, softcap = made_of(node)
+        item = value(made).dtype.itemsize
+        beside = 0 if softcap is None else beside_softcap(item, softcap.dtype.itemsize)
+    return Sizes(rows, max(columns, 1), item, chunk_bytes, beside)
 
 
 def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
@@ -280,22 +290,27 @@ def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
     return list(found.values())
 
 
-def _told(node: Node, products: dict[Node, Products], sizes: Sizes, waits: str) -> Chunked:
-    backward = None
-    gone = [node]
+def _told(
+    head: Head, derivative: list[Node], products: dict[Node, Products], sizes: Sizes, waits: str
+) -> Chunked:
+    backward, node = None, head.root
+    gone = [node, head.made, *derivative]
     if products:
         found = next(iter(products.values()))
         columns = bool(waits) and sizes.by_columns(found.wanted)
         backward = (sizes.rows, sizes.column_chunk) if columns else (sizes.row_chunk, sizes.vocab)
         gone += [each for every in products.values() for each in every.nodes]
+        if head.softcap is not None:
+            gone += [user for grad in products for user in grad.users]
     shape = tuple(s if isinstance(s, int) else str(s) for s in shape_of(node))
     return Chunked(
         source_of(node),
         shape,
-        value(node).dtype,
+        head.dtype,
         (sizes.row_chunk, sizes.vocab),
         backward,
         waits,
+        head.softcap.value if head.softcap is not None else None,
         byte_count(node) if products else 0,
         tuple((str(each.target), source_of(each)) for each in gone),
     )

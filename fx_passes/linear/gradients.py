@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import same, shape_of
-from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
+from fx_passes.graph.operators import CASTS, RESHAPES
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import PRODUCTS, Head, Matrix, Refused, turns
+from fx_passes.linear.softcap import uncapped
 
 aten = torch.ops.aten
 
@@ -47,21 +48,25 @@ class Products:
         return bool(self.hidden), bool(self.weight or self.transposed), bool(self.bias)
 
 
-def products_of(grad: Node, head: Head, emit: Emitter) -> Products:
-    """All uses of the gradient of logits `grad`.
+def products_of(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> Products:
+    """All uses of the gradient of logits `grad`; of capped ones, `derivative` makes what it is multiplied by.
 
     Raises:
         Refused: one use needs the gradient itself.
     """
     found = Products()
     vocab = shape_of(head.root)[-1]
-    waiting = [(grad, False)]
+    starts = [grad] if head.softcap is None else [*uncapped(grad, head.softcap, derivative)]
+    for start in starts:
+        if not is_float_tensor(start) or not _keeps_columns(start, vocab):
+            raise Refused(_told(start), start)
+    waiting = [(start, False) for start in starts]
     while waiting:
         wide, turned = waiting.pop()
         for user in wide.users:
             if _take(found, user, wide, turned, head, emit):
                 continue
-            viewed = user.target in _VIEWS and _keeps_columns(user, vocab)
+            viewed = _is_view(user, head) and _keeps_columns(user, vocab)
             if not turned and (viewed or _moves_a_one(user)):
                 waiting.append((user, turned))
             elif turns(user):
@@ -75,6 +80,12 @@ def _told(user: Node) -> str:
     where = source_of(user)
     what = "returned" if user.op == "output" else f"read by {user.target}"
     return f"the gradient of the logits is {what}{f' at {where}' if where else ''}, so it is made whole"
+
+
+def _is_view(user: Node, head: Head) -> bool:
+    """What a softcap's derivative was taken of in a wider dtype is rounded to that of the logits."""
+    rounds = head.softcap is not None and user.target in CASTS
+    return user.target in _VIEWS or (rounds and value(user).dtype == head.dtype)
 
 
 def _keeps_columns(node: Node, vocab: object) -> bool:

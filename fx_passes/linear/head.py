@@ -1,4 +1,4 @@
-"""The matmul that makes logits: `mm`, `addmm`, a `bmm` over one matrix, or one of them plus a bias.
+"""The matmul that makes logits: `mm`, `addmm`, a `bmm` over one matrix, or one of them plus a bias; perhaps capped.
 
 Entry point: `head_of`. A matrix is known by the node that it comes from and by whether it is seen turned, so that the
 weight of forward and its transpose in backward are recognised as one, however often either was permuted.
@@ -15,6 +15,8 @@ from torch.fx import Node
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.user_lines import source_of
+from fx_passes.linear.softcap import Softcap, under_softcap
 
 aten = torch.ops.aten
 
@@ -77,41 +79,84 @@ def turns(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Head:
-    """`root` is `hidden @ weight.t() + bias`: [N, V], or [1, N, V] of a `bmm`, or [..., V] of a sum.
+    """`root` is `hidden @ weight.t() + bias`: [N, V], or [1, N, V] of a `bmm`, or [..., V] of a sum, or that capped.
 
     Attributes:
+        made: the matmul's result, or its sum with the bias: `root` itself where there is no softcap.
         hidden: [N, D] or [1, N, D], as the program's matmul takes it.
         weight: [V, D].
         bias: [V], or [..., V] with ones.
     """
 
     root: Node
+    made: Node
     hidden: Matrix
     weight: Matrix
     bias: Node | None
+    softcap: Softcap | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits, before a softcap."""
+        dtype: torch.dtype = value(self.made).dtype
+        return dtype
 
 
 def is_head(node: Node) -> bool:
-    """A matmul, or a matmul that has no other reader than `node`, which adds something to it."""
-    return _parts(node) is not None
+    """A matmul, a matmul that has no other reader than `node`, which adds something to it, or one of them capped."""
+    return _found(node) is not None
+
+
+def made_of(node: Node) -> tuple[Node, Softcap | None]:
+    """The logits of the head `node` before a softcap, and the softcap."""
+    found = _found(node)
+    assert found is not None, node
+    return found
+
+
+def _found(node: Node) -> tuple[Node, Softcap | None] | None:
+    if _parts(node) is not None:
+        return node, None
+    for made, softcap in under_softcap(node):
+        if _parts(made) is not None:
+            return made, softcap
+    return None
 
 
 def head_of(node: Node, emit: Emitter) -> Head:
     """What the head `node` multiplies.
 
     Raises:
-        Refused: several matrices, or a bias that is not one number per column.
+        Refused: several matrices, a bias that is not one number per column, or a softcap beside which somebody reads
+            the logits, or that rounds them to a narrower dtype.
     """
-    parts = _parts(node)
+    made, softcap = made_of(node)
+    parts = _parts(made)
     assert parts is not None, node
     product, bias = parts
+    if softcap is not None:
+        _check_softcap(made, softcap, node)
     operands: Any = product.args[1:] if product.target is aten.addmm.default else product.args
     if len(shape_of(product)) == 3 and not same(shape_of(product)[0], 1):
         raise Refused("a batch of matrices is multiplied, each by a matrix of its own", product)
-    if bias is not None and not _is_plain_bias(bias, node, product):
-        raise Refused("what is added to the matmul is not one number per column", node)
+    if bias is not None and not _is_plain_bias(bias, made, product):
+        raise Refused("what is added to the matmul is not one number per column", made)
     hidden, weight = operands[:2]
-    return Head(node, Matrix.of(hidden, emit), Matrix.of(weight, emit).t, bias)
+    weight = Matrix.of(weight, emit).t
+    return Head(node, made, Matrix.of(hidden, emit), weight, bias, softcap)
+
+
+def _check_softcap(made: Node, softcap: Softcap, root: Node) -> None:
+    for node in (made, *softcap.between):
+        for user in node.users:
+            if user is not root and user not in softcap.between:
+                where = source_of(user)
+                read = f"{user.target}{f' at {where}' if where else ''}"
+                raise Refused(f"the logits are read before their softcap by {read}", user)
+    if any(
+        value(each).dtype.itemsize < value(made).dtype.itemsize for each in (*softcap.between, root)
+    ):
+        raise Refused("the softcap rounds the logits to a narrower dtype", root)
 
 
 def _parts(node: Node) -> tuple[Node, Node | None] | None:

@@ -19,6 +19,7 @@ from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import RESHAPES
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import Refused
+from fx_passes.linear.softcap import derivative_of
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
@@ -29,12 +30,17 @@ SAME_ROWS = RESHAPES | {aten.alias.default, aten.detach.default, aten.clone.defa
 
 @dataclass
 class Readers:
-    """Readers of one head's logits, in the order of the graph."""
+    """Readers of one head's logits, in the order of the graph.
+
+    Attributes:
+        derivative: what makes the derivative of a softcap.
+    """
 
     stats: list[Node] = field(default_factory=list)
     picks: list[Node] = field(default_factory=list)
     grads: list[Node] = field(default_factory=list)
     sizes: list[Node] = field(default_factory=list)
+    derivative: set[Node] = field(default_factory=set)
 
 
 def has_statistics(root: Node) -> bool:
@@ -80,17 +86,18 @@ def descendants(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def readers_of(root: Node) -> Readers:
-    """All readers of the logits and of what moves their rows.
+def readers_of(root: Node, capped: bool) -> Readers:
+    """All readers of the logits and of what moves their rows; `capped`: root is a softcap's tanh.
 
     Raises:
         Refused: one reader needs the logits themselves.
     """
-    found = Readers()
+    found = Readers(derivative=derivative_of(root) if capped else set())
     moved = _moved_rows(root)
+    known = found.derivative.union(moved)
     for wide in moved:
         for user in wide.users:
-            if user not in moved and not _sort(found, user, wide):
+            if user not in known and not _sort(found, user, wide, capped):
                 raise Refused(_told(user), user)
     return found
 
@@ -102,7 +109,7 @@ def _told(user: Node) -> str:
     return f"the logits are read by {user.target}{f' at {where}' if where else ''}, so they are made whole"
 
 
-def _sort(found: Readers, user: Node, wide: Node) -> bool:
+def _sort(found: Readers, user: Node, wide: Node, capped: bool) -> bool:
     """Notes a reader that chunks can serve."""
     into: list[Node] | None = None
     if user.target is fused.row_stats.default and user.args[0] is wide:
@@ -110,7 +117,7 @@ def _sort(found: Readers, user: Node, wide: Node) -> bool:
     elif user.target is aten.gather.default and user.args[0] is wide:
         into = found.picks if _picks_columns(user) else None
     elif user.target is fused.row_grad.default and wide in user.args[:1]:
-        into = found.grads if _is_logits_gradient(user) else None
+        into = found.grads if _is_logits_gradient(user, capped) else None
     elif user.target is aten.sym_size.int:
         into = found.sizes
     if into is None:
@@ -129,9 +136,11 @@ def _picks_columns(node: Node) -> bool:
     return all(same(a, b) for a, b in zip(shape[:-1], wanted[:-1], strict=True))
 
 
-def _is_logits_gradient(node: Node) -> bool:
+def _is_logits_gradient(node: Node, capped: bool) -> bool:
+    """In the logits' dtype; a softcap's derivative may take it in a wider one, and round it afterwards."""
     wide, *_, softmax, dtype, _ = node.args
-    return softmax is False and dtype == value(wide).dtype
+    own = value(wide).dtype
+    return softmax is False and (dtype == own or (capped and dtype.itemsize > own.itemsize))  # type: ignore[union-attr]
 
 
 # ---- moving rows --------------------------------------------------------------------------------------------------

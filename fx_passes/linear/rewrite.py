@@ -143,6 +143,12 @@ class Rewrite:
         self.replacements.clear()
         self.into_forward.clear()
 
+    @property
+    def _softcap(self) -> dict[str, Any]:
+        """Arguments of all three operators."""
+        cap = self.head.softcap
+        return {} if cap is None else {"softcap": cap.value, "capped": cap.dtype}
+
     # -- forward ---------------------------------------------------------------------------------
 
     def forward(self, readers: Readers) -> None:
@@ -194,7 +200,11 @@ class Rewrite:
 
     def _emit_stats(self, wanted: _Wanted) -> None:
         made = self.emit.call(
-            fused.linear_row_stats.default, *self._arguments(wanted), self.limit, ""
+            fused.linear_row_stats.default,
+            *self._arguments(wanted),
+            self.limit,
+            "",
+            **self._softcap,
         )
         backward = any(is_backward(node) for node in wanted.nodes)
         self._tag(made, backward)
@@ -210,6 +220,7 @@ class Rewrite:
             not products.weight,
             self.limit,
             "",
+            **self._softcap,
         )
         self._check_collectives(made)
         self._tag(made, backward=False)
@@ -316,6 +327,7 @@ class Rewrite:
             not products.weight,
             self.limit,
             "",
+            **self._softcap,
         )
         made.meta[TAG] = BACKWARD
         self._replace_products(products, made, 0, None)

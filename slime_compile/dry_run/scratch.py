@@ -9,8 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from slime_compile.ops import linear
-from slime_compile.ops.linear_chunks import Head, both_scratch, grad_scratch, stats_scratch
+from slime_compile.ops.linear_chunks import (
+    Head,
+    both_scratch,
+    grad_scratch,
+    softcap_of,
+    stats_scratch,
+)
 from slime_compile.torch_private import TorchDispatchMode
+
+_OPERATORS = (linear.linear_row_stats, linear.linear_row_grad, linear.linear_row_both)
 
 
 class Scratch(TorchDispatchMode):
@@ -23,20 +31,23 @@ class Scratch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        held = _held(func, args)
+        held = _held(func, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         del held
         return found
 
 
-def _held(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def _held(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    if func not in _OPERATORS:
+        return []
+    cap = softcap_of(kwargs.get("softcap", 0.0), kwargs.get("capped"))
+    hidden, weight, bias = args[:3]
+    head = Head(hidden, weight, bias, cap)
     if func is linear.linear_row_stats:
         *_, limit, _ = args
-        return stats_scratch(Head(*args[:3]), limit)
+        return stats_scratch(head, limit)
     if func is linear.linear_row_grad:
         *_, wanted, _, limit, _ = args
-        return grad_scratch(Head(*args[:3]), wanted, limit)
-    if func is linear.linear_row_both:
-        *_, wanted, _, limit, _ = args
-        return both_scratch(Head(*args[:3]), wanted, limit)
-    return []
+        return grad_scratch(head, wanted, limit)
+    *_, wanted, _, limit, _ = args
+    return both_scratch(head, wanted, limit)

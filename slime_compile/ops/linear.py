@@ -32,18 +32,21 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _library.define(
     "linear_row_stats(Tensor hidden, Tensor weight, Tensor? bias, Tensor?[] scales, float[] factors,"
-    " bool[] means, bool[] totals, Tensor index, int chunk_bytes, str region) -> (Tensor stats, Tensor picked)",
+    " bool[] means, bool[] totals, Tensor index, int chunk_bytes, str region,"
+    " *, float softcap=0., ScalarType? capped=None) -> (Tensor stats, Tensor picked)",
     tags=_TAGS,
 )
 _library.define(
     "linear_row_grad(Tensor hidden, Tensor weight, Tensor? bias, Tensor terms, Tensor affine, Tensor index,"
-    " Tensor values, bool[3] wanted, bool transposed, int chunk_bytes, str region)"
+    " Tensor values, bool[3] wanted, bool transposed, int chunk_bytes, str region,"
+    " *, float softcap=0., ScalarType? capped=None)"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_TAGS,
 )
 _library.define(
     "linear_row_both(Tensor hidden, Tensor weight, Tensor? bias, Tensor?[] scales, float[] factors,"
-    " bool[] means, bool[] totals, Tensor index, Tensor[] inputs, str program, bool[3] wanted, bool transposed, int chunk_bytes, str region)"
+    " bool[] means, bool[] totals, Tensor index, Tensor[] inputs, str program, bool[3] wanted, bool transposed,"
+    " int chunk_bytes, str region, *, float softcap=0., ScalarType? capped=None)"
     " -> (Tensor stats, Tensor picked, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_TAGS,
 )
@@ -115,6 +118,21 @@ def _check_index(name: str, index: Tensor, hidden: Tensor) -> None:
     _check_dtype(name, index, torch.int64)
 
 
+def _check_softcap(hidden: Tensor, softcap: float, capped: torch.dtype | None) -> None:
+    """Either both are given or neither; what is capped is no narrower than the logits."""
+    _check(
+        (softcap > 0) == (capped is not None) and softcap >= 0,
+        lambda: (
+            f"`softcap` must be above 0 and come with a dtype, or be 0, got {softcap} with {capped}"
+        ),
+    )
+    wide = (hidden.dtype, compute_dtype(hidden.dtype))
+    _check(
+        capped is None or capped in wide,
+        lambda: f"`capped` must be one of {wide}, got {capped}",
+    )
+
+
 def _check_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -146,9 +164,10 @@ def _check_grad(
     index: Tensor,
     values: Tensor,
     wanted: Sequence[bool],
+    capped: torch.dtype | None,
 ) -> None:
     _check_head(hidden, weight, bias)
-    rows, compute = hidden.shape[0], compute_dtype(hidden.dtype)
+    rows, compute = hidden.shape[0], compute_dtype(capped or hidden.dtype)
     _check_shape("terms", terms, (rows, "K", 5))
     _check_shape("affine", affine, (rows, 3))
     _check_index("index", index, hidden)
@@ -172,11 +191,15 @@ def _fake_linear_row_stats(
     index: Tensor,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
+    _check_softcap(hidden, softcap, capped)
     shape = [len(scales), 4, hidden.shape[0], 1]
-    stats = hidden.new_empty(shape, dtype=compute_dtype(hidden.dtype))
-    return stats, hidden.new_empty(index.shape)
+    stats = hidden.new_empty(shape, dtype=compute_dtype(capped or hidden.dtype))
+    return stats, hidden.new_empty(index.shape, dtype=capped)
 
 
 def _fake_linear_row_grad(
@@ -191,8 +214,12 @@ def _fake_linear_row_grad(
     transposed: bool,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted)
+    _check_softcap(hidden, softcap, capped)
+    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
     return _fake_gradients(hidden, weight, wanted, transposed)
 
 
@@ -222,10 +249,22 @@ def _fake_linear_row_both(
     transposed: bool,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     head = (hidden, weight, bias)
     stats, picked = _fake_linear_row_stats(
-        *head, scales, factors, means, totals, index, chunk_bytes, region
+        *head,
+        scales,
+        factors,
+        means,
+        totals,
+        index,
+        chunk_bytes,
+        region,
+        softcap=softcap,
+        capped=capped,
     )
     return stats, picked, *_fake_gradients(hidden, weight, wanted, transposed)
 
@@ -245,11 +284,15 @@ def _linear_row_stats(
     index: Tensor,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
+    _check_softcap(hidden, softcap, capped)
     _check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
-    head = linear_chunks.Head(hidden, weight, bias)
+    head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
     statistics = linear_chunks.Statistics(scales, factors, means, totals)
     return linear_chunks.linear_row_stats(kernels_of(hidden), head, statistics, index, chunk_bytes)
 
@@ -267,11 +310,15 @@ def _linear_row_grad(
     transposed: bool,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted)
+    _check_softcap(hidden, softcap, capped)
+    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
     _check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
-    head = linear_chunks.Head(hidden, weight, bias)
+    head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
     coefficients = (terms, affine, index, values)
     return linear_chunks.linear_row_grad(
         kernels_of(hidden), head, coefficients, wanted, transposed, chunk_bytes
@@ -294,13 +341,17 @@ def _linear_row_both(
     transposed: bool,
     chunk_bytes: int,
     region: str,
+    *,
+    softcap: float = 0.0,
+    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
+    _check_softcap(hidden, softcap, capped)
     _check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
     return linear_chunks.linear_row_both(
         kernels_of(hidden),
-        linear_chunks.Head(hidden, weight, bias),
+        linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped)),
         linear_chunks.Statistics(scales, factors, means, totals),
         index,
         inputs,

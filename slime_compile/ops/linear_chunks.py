@@ -21,12 +21,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fx_passes.linear.chunks import Sizes
+from fx_passes.linear.chunks import Sizes, beside_softcap
 from slime_compile.ops.operators import Kernels
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.ops.row_program import Chunk, Coefficients
 
-__all__ = ["Head", "Statistics", "linear_row_both", "linear_row_grad", "linear_row_stats"]
+__all__ = [
+    "Head",
+    "Softcap",
+    "Statistics",
+    "linear_row_both",
+    "linear_row_grad",
+    "linear_row_stats",
+]
 
 
 _BLOCK_ELEMENTS = 1 << 18  # 1 MiB in float32
@@ -41,10 +48,10 @@ class Statistics:
     means: Sequence[bool]
     totals: Sequence[bool]
 
-    def new(self, hidden: Tensor) -> Tensor:
-        """[S, 4, N, 1]."""
+    def new(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """[S, 4, N, 1], for logits of `dtype`."""
         shape = [len(self.scales), 4, hidden.shape[0], 1]
-        return hidden.new_empty(shape, dtype=compute_dtype(hidden.dtype))
+        return hidden.new_empty(shape, dtype=compute_dtype(dtype))
 
     def take(self, kernels: Kernels, x: Tensor, at: slice, stats: Tensor) -> None:
         """Writes the statistics of the chunk `x` of rows `at`."""
@@ -57,17 +64,38 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Softcap:
+    """`tanh(logits / value)` in `dtype` takes the place of the logits."""
+
+    value: float
+    dtype: torch.dtype
+
+
+def softcap_of(value: float, dtype: torch.dtype | None) -> Softcap | None:
+    """As the operators are given it."""
+    return None if dtype is None else Softcap(value, dtype)
+
+
+@dataclass(frozen=True)
 class Head:
     """What makes the logits: hidden [N, D], weight [V, D], bias [V] or None, all of one dtype."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    softcap: Softcap | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the row operators read."""
+        return self.hidden.dtype if self.softcap is None else self.softcap.dtype
 
     def sizes(self, limit: int) -> Sizes:
         """`limit` are the bytes of a chunk, 0 for the default."""
         rows, vocab = self.hidden.shape[0], self.weight.shape[0]
-        return Sizes(rows, vocab, self.hidden.element_size(), limit)
+        item = self.hidden.element_size()
+        beside = 0 if self.softcap is None else beside_softcap(item, self.softcap.dtype.itemsize)
+        return Sizes(rows, vocab, item, limit, beside)
 
     def fill(self, out: Tensor, rows: slice, columns: slice) -> None:
         """Writes logits[rows, columns] into out."""
@@ -78,6 +106,67 @@ class Head:
             torch.addmm(self.bias[columns], hidden, weight, out=out)
 
 
+class _Buffer:
+    """The memory of one chunk, made once: its logits, and beside them what a softcap needs."""
+
+    def __init__(self, head: Head, elements: int, gradient: bool) -> None:
+        self.head = head
+        self.logits = self.capped = self.grad = head.hidden.new_empty(elements)
+        if head.softcap is not None and head.dtype != self.logits.dtype:
+            self.capped = self.logits.new_empty(elements, dtype=head.dtype)
+        if head.softcap is not None and gradient:
+            self.grad = torch.empty_like(self.capped)
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [self.logits, self.capped, self.grad]
+
+    def fill(self, rows: slice, columns: slice) -> "_Filled":
+        """Makes the logits of some rows and columns."""
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        logits, capped, grad = (each[: shape[0] * shape[1]].view(shape) for each in self.held)
+        self.head.fill(logits, rows, columns)
+        if self.head.softcap is not None:
+            if capped is not logits:
+                capped.copy_(logits)
+            torch.div(capped, self.head.softcap.value, out=capped).tanh_()
+        return _Filled(self.head, logits, capped, grad)
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A chunk [n, columns] of logits; `x` is what the row operators read."""
+
+    head: Head
+    logits: Tensor
+    x: Tensor
+    grad: Tensor
+
+    def gradient(self, kernels: Kernels, coefficients: Coefficients) -> Tensor:
+        """The gradient of the logits, in their dtype; x is not there any more.
+
+        The coefficients are those of x's gradient, with a softcap divided by it (`_capped`): what is left of it is
+        1 - x ** 2.
+        """
+        if self.head.softcap is None:
+            kernels.row_grad_(self.x, *coefficients, softmax=False)
+            return self.x
+        self.grad.copy_(self.x)
+        kernels.row_grad_(self.grad, *coefficients, softmax=False)
+        torch.ops.aten.tanh_backward.grad_input(self.grad, self.x, grad_input=self.grad)
+        return self.grad if self.grad.dtype == self.logits.dtype else self.logits.copy_(self.grad)
+
+
+def _capped(head: Head, coefficients: Coefficients) -> Coefficients:
+    """Coefficients of x's gradient over the softcap, by which x's derivative is divided."""
+    if head.softcap is None:
+        return coefficients
+    terms, affine, index, values = coefficients
+    rate = 1 / head.softcap.value
+    factors = torch.cat([terms[..., :3], terms[..., 3:] * rate], -1)
+    return factors, affine * rate, index, values * rate
+
+
 # ---- forward ------------------------------------------------------------------------------------------------------
 
 
@@ -85,15 +174,21 @@ def linear_row_stats(
     kernels: Kernels, head: Head, statistics: Statistics, index: Tensor, limit: int
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.linear_row_stats`; `limit` are the bytes of a chunk, 0 for the default."""
-    stats, picked = statistics.new(head.hidden), head.hidden.new_empty(index.shape)
+    stats, picked = _results(head, statistics, index)
     size = head.sizes(limit).row_chunk
-    buffer = head.hidden.new_empty([size, head.weight.shape[0]])
+    every = slice(0, head.weight.shape[0])
+    buffer = _Buffer(head, size * every.stop, gradient=False)
     for at in _pieces(head.hidden.shape[0], size):
-        x = buffer[: at.stop - at.start]
-        head.fill(x, at, slice(None))
+        x = buffer.fill(at, every).x
         torch.gather(x, 1, index[at], out=picked[at])
         statistics.take(kernels, x, at, stats)
     return stats, picked
+
+
+def _results(head: Head, statistics: Statistics, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for statistics and picked columns."""
+    stats = statistics.new(head.hidden, head.dtype)
+    return stats, head.hidden.new_empty(index.shape, dtype=head.dtype)
 
 
 def _pieces(total: int, size: int) -> Iterator[slice]:
@@ -103,7 +198,8 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
 
 def stats_scratch(head: Head, limit: int) -> list[Tensor]:
     """What forward holds beside its results: the buffer."""
-    return [head.hidden.new_empty([head.sizes(limit).row_chunk, head.weight.shape[0]])]
+    size = head.sizes(limit).row_chunk
+    return _Buffer(head, size * head.weight.shape[0], gradient=False).held
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------
@@ -119,6 +215,7 @@ def linear_row_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `linear_reference.linear_row_grad`; `coefficients` are terms, affine, index, values."""
     sizes = head.sizes(limit)
+    coefficients = _capped(head, coefficients)
     if sizes.by_columns(wanted):
         return _by_column_chunks(
             kernels, head, coefficients, wanted, transposed, sizes.column_chunk
@@ -138,26 +235,25 @@ def linear_row_both(
     limit: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `linear_reference.linear_row_both`: each chunk's gradient is taken while its logits are there."""
-    stats, picked = statistics.new(head.hidden), head.hidden.new_empty(index.shape)
+    stats, picked = _results(head, statistics, index)
     size = head.sizes(limit).row_chunk
     pieces = list(_pieces(head.hidden.shape[0], size))
     sums = _Gradients(head, wanted, transposed, len(pieces))
-    buffer = head.hidden.new_empty([size, head.weight.shape[0]])
+    every = slice(0, head.weight.shape[0])
+    buffer = _Buffer(head, size * every.stop, gradient=True)
     for at in pieces:
-        x = buffer[: at.stop - at.start]
-        head.fill(x, at, slice(None))
-        torch.gather(x, 1, index[at], out=picked[at])
-        statistics.take(kernels, x, at, stats)
+        chunk = buffer.fill(at, every)
+        torch.gather(chunk.x, 1, index[at], out=picked[at])
+        statistics.take(kernels, chunk.x, at, stats)
         coefficients = program(Chunk(at, stats[:, :, at], picked[at], inputs))
-        kernels.row_grad_(x, *coefficients, False)
-        sums.add(x, at)
+        sums.add(chunk.gradient(kernels, _capped(head, coefficients)), at)
     return stats, picked, *sums.result()
 
 
 def both_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]:
     """What `linear_row_both` holds beside its results: the buffer, and a sum for the weight in half precision."""
     sizes, wide = head.sizes(limit), compute_dtype(head.weight.dtype)
-    made = [head.hidden.new_empty([sizes.row_chunk, head.weight.shape[0]])]
+    made = _Buffer(head, sizes.row_chunk * head.weight.shape[0], gradient=True).held
     if wanted[1] and wide != head.weight.dtype and not sizes.whole:
         made.append(head.weight.new_empty(head.weight.shape, dtype=wide))
     return made
@@ -167,8 +263,8 @@ def grad_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]
     """What backward holds beside its results: the buffer, and a sum in float32 where the gradient is narrower."""
     sizes, (rows, vocab) = head.sizes(limit), (head.hidden.shape[0], head.weight.shape[0])
     by_columns = sizes.by_columns(wanted)
-    cut = [rows, sizes.column_chunk] if by_columns else [sizes.row_chunk, vocab]
-    made = [head.hidden.new_empty(cut)]
+    elements = rows * sizes.column_chunk if by_columns else sizes.row_chunk * vocab
+    made = _Buffer(head, elements, gradient=True).held
     summed = head.hidden if by_columns else head.weight
     wide = compute_dtype(summed.dtype)
     if wanted[0 if by_columns else 1] and wide != summed.dtype and not sizes.whole:
@@ -223,13 +319,11 @@ def _by_row_chunks(
     rows, vocab = head.hidden.shape[0], head.weight.shape[0]
     pieces = list(_pieces(rows, size))
     sums = _Gradients(head, wanted, transposed, len(pieces))
-    buffer = head.hidden.new_empty([size, vocab])
+    buffer = _Buffer(head, size * vocab, gradient=True)
     for at in pieces:
-        x = buffer[: at.stop - at.start]
-        head.fill(x, at, slice(None))
         terms, affine, index, values = (each[at] for each in coefficients)
-        kernels.row_grad_(x, terms, affine, index, values, softmax=False)
-        sums.add(x, at)
+        chunk = buffer.fill(at, slice(0, vocab))
+        sums.add(chunk.gradient(kernels, (terms, affine, index, values)), at)
     return sums.result()
 
 
@@ -276,14 +370,13 @@ def _by_column_chunks(
     grad_hidden = _Sum(_empty_like(hidden, of_hidden), len(pieces))
     grad_weight = _empty_like(weight.t() if transposed else weight, of_weight)
     grad_bias = hidden.new_empty(vocab if of_bias else 0)
-    buffer = hidden.new_empty(rows * size)
+    buffer = _Buffer(head, rows * size, gradient=True)
     shifted = torch.empty_like(index, memory_format=torch.contiguous_format)
     for at in pieces:
-        x = buffer[: rows * (at.stop - at.start)].view(rows, at.stop - at.start)
-        head.fill(x, slice(None), at)
         # a column of another chunk is outside this one, where it matches nothing
         torch.sub(index, at.start, out=shifted)
-        kernels.row_grad_(x, terms, affine, shifted, values, softmax=False)
+        chunk = buffer.fill(slice(0, rows), at)
+        x = chunk.gradient(kernels, (terms, affine, shifted, values))
         if of_hidden:
             grad_hidden.add(x, weight[at])
         if of_weight and transposed:

@@ -161,6 +161,36 @@ def two_temperatures(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return *values_of(logits, target), *values_of(logits / 0.5, target)
 
 
+# ---- softcaps -----------------------------------------------------------------------------------------------------
+
+
+@head(dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64))
+def softcap(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(2 * torch.tanh(hidden @ weight.t() / 2), target)
+
+
+@head(BSV)
+def softcap_of_sequences(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Outputs:
+    logits = F.linear(hidden, weight, bias)
+    logits = torch.tanh(logits * 0.5)
+    return values_of((logits * 2).float() / 0.7, target)
+
+
+@head(BSV, dtypes=(torch.bfloat16, torch.float16))
+def softcap_in_float32(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(2 * torch.tanh(F.linear(hidden, weight).float() / 2), target)
+
+
+@head()
+def softcap_and_policy(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor
+) -> Outputs:
+    logits = 3 * torch.tanh(hidden @ weight.t() / 3)
+    log_probs, entropy = values_of(logits, target)
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    return (-(ratio * advantages).mean() - 0.01 * entropy.mean(),)
+
+
 # ---- losses -------------------------------------------------------------------------------------------------------
 
 

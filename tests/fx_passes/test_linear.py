@@ -116,6 +116,7 @@ ANY_ROWS = (
     "cross_entropy",
     "temperature_of_each_sequence",
     "shifted",
+    "softcap_of_sequences",
 )
 
 
@@ -133,7 +134,7 @@ def test_head_with_any_number_of_rows(
     assert not full_logits(graphs[-1])
 
 
-@pytest.mark.parametrize("name", ["linear_with_bias", "shifted", "einsum", "policy"])
+@pytest.mark.parametrize("name", ["linear_with_bias", "shifted", "einsum", "policy", "softcap"])
 def test_head_under_inductor(name: str) -> None:
     row = next(row for row in HEADS if row.name == name)
     harness.prepare(row)
@@ -187,6 +188,14 @@ def test_report_has_the_chunks() -> None:
     slime_compile.reports()[-1].assert_fused(2, in_place=True)
 
 
+def test_report_has_the_softcap() -> None:
+    row = next(row for row in HEADS if row.name == "softcap")
+    compiled(row.fn)(*example(rows=8))
+    (note,) = notes(last_report())
+    # the gradient lies beside the capped logits: half as many rows
+    assert ", with a softcap of 2, are never whole: chunks of 1 x 37; " in note
+
+
 def test_verified() -> None:
     compiled(head_loss, verify=True)(*example())
     assert "are never whole" in notes(last_report())[0]
@@ -218,8 +227,33 @@ def _returned(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return *values_of(logits, target), logits
 
 
-def _softcapped(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    return values_of(30 * torch.tanh(hidden @ weight.t() / 30), target)
+def _bent(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(torch.sin(hidden @ weight.t()), target)
+
+
+def _read_before_the_softcap(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return *values_of(2 * torch.tanh(logits / 2), target), logits.argmax(-1)
+
+
+def _capped_in_bfloat16(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(torch.tanh((hidden @ weight.t()).bfloat16() / 2).float(), target)
+
+
+class _CapWithoutGradient(torch.autograd.Function):
+    """The gradient goes through as if there were no softcap."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return torch.tanh(logits / 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.view_as(grad)
+
+
+def _capped_without_gradient(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(_CapWithoutGradient.apply(hidden @ weight.t()), target)
 
 
 def _matrix_added(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
@@ -239,7 +273,10 @@ def _rows_joined(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 REFUSED = [
     (_argmax, "the logits are read by aten.argmax.default at"),
     (_returned, "the logits are returned, so they are made whole"),
-    (_softcapped, "the logits come out of aten.tanh.default, not of a matmul"),
+    (_bent, "the logits come out of aten.sin.default, not of a matmul"),
+    (_read_before_the_softcap, "the logits are read before their softcap by aten.argmax.default"),
+    (_capped_in_bfloat16, "the softcap rounds the logits to a narrower dtype"),
+    (_capped_without_gradient, "the gradient of the logits is read by aten.permute.default"),
     (_matrix_added, "what is added to the matmul is not one number per column"),
     (_rows_joined, "the gradient of some rows of the logits is made alone"),
     (_batched, "a batch of matrices is multiplied"),

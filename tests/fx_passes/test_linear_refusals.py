@@ -70,8 +70,17 @@ def same_as_eager(function: Loss, fn: Loss, target: Tensor | None = None) -> Non
 # ---- logits that stay whole ---------------------------------------------------------------------------------------
 
 
-def _softcapped(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    return values_of(30 * torch.tanh(hidden @ weight.t() / 30), target)
+def _bent(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(torch.sin(hidden @ weight.t()), target)
+
+
+def _read_before_the_softcap(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return *values_of(2 * torch.tanh(logits / 2), target), logits.argmax(-1)  # before
+
+
+def _capped_in_bfloat16(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    return values_of(torch.tanh((hidden @ weight.t()).bfloat16() / 2).float(), target)
 
 
 def _argmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
@@ -81,14 +90,25 @@ def _argmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 
 WHOLE = [
     (
-        _softcapped,
-        "the logits come out of aten.tanh.default, not of a matmul, so they are made whole",
+        _bent,
+        "the logits come out of aten.sin.default, not of a matmul, so they are made whole",
+    ),
+    (
+        _read_before_the_softcap,
+        f"the logits are read before their softcap by aten.argmax.default at {line_of('before')}",
     ),
     (
         _argmax,
         f"the logits are read by aten.argmax.default at {line_of('argmax')}, so they are made whole",
     ),
 ]
+
+
+def test_narrow_softcap() -> None:
+    """Rounded to bfloat16, no two programs are equal to the last bit; the reason is what counts here."""
+    compiled(_capped_in_bfloat16)(*example())
+    found = [r["reason"] for r in last_report()["rejections"]]
+    assert "the softcap rounds the logits to a narrower dtype" in found
 
 
 @pytest.mark.parametrize(("fn", "text"), WHOLE, ids=lambda each: getattr(each, "__name__", ""))
