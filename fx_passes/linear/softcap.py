@@ -1,7 +1,9 @@
 """Logits that a softcap bounds: `softcap * tanh(logits / softcap)`, as Gemma has them.
 
 `fuse` takes `tanh(...)` for the logits, since only that is bent: the factor outside belongs to its scales and
-coefficients. Here it is a head like others, whose values are capped and whose gradient is multiplied by tanh's derivative. Entry points: `under_softcap`, forward's side; `derivative_of` and `uncapped`, backward's.
+coefficients. Here it is a head like others, capped, its gradient multiplied by tanh's derivative.
+
+Entry points: `under_softcap`, forward's side; `derivative_of` and `uncapped`, backward's.
 """
 
 from __future__ import annotations
