@@ -61,7 +61,7 @@ def slime_fused(
             f"mode={mode!r} is inductor's and needs inner='inductor', got inner='aot_eager'"
         )
     record = keep(new_record(gm, example_inputs, chosen))
-    prepare(gm, record)
+    prepare(gm, chosen, record)
     with functorch_config.patch(BACKWARD_WITH_FORWARD):
         if chosen.inner == "aot_eager":
             compiled = compile_interpreted(gm, example_inputs, chosen, record)

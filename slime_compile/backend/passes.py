@@ -1,6 +1,6 @@
 """The passes of `fx_passes` over the graphs that torch hands out, guarded and reported; both inners call them.
 
-    prepare        Dynamo's graph                    before AOTAutograd differentiates it
+    prepare        Dynamo's graph                    before AOTAutograd differentiates it: collectives, rows that are read
     run_fuse       joint graph, or inference graph   before partitioning
     run_inplace    backward graph                    after partitioning, nothing else is ever made in place
 
@@ -19,6 +19,7 @@ from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
+from fx_passes.row_demand import demand_rows
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
@@ -38,13 +39,23 @@ log = logging.getLogger(__name__)
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
-def prepare(gm: GraphModule, record: Record) -> None:
-    """What Dynamo's graph needs before AOTAutograd differentiates it."""
+def prepare(gm: GraphModule, options: Options, record: Record) -> None:
+    """What is done to Dynamo's graph before AOTAutograd differentiates it."""
     for node in keep_eager_gradients(gm):
         where = source_of(node) or node.name
         record.note(
             f"the collective in place at {where} has the gradient of eager code: none of its own"
         )
+    if not options.lm_head:
+        return
+    for module in [each for each in gm.modules() if isinstance(each, GraphModule)]:
+
+        def edit(module: GraphModule = module) -> None:
+            for demand in demand_rows(module.graph, options.min_vocab):
+                record.note(str(demand))
+
+        _guarded("moving selections of rows", module.graph, options, record, edit)
+        module.recompile()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from slime_compile.backend.identity import new_record
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
-from slime_compile.backend.passes import BACKWARD_WITH_FORWARD
+from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
 from slime_compile.dry_run.scratch import Scratch
 from slime_compile.torch_private import (
@@ -88,6 +88,7 @@ def estimate_peak(
 
     def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = new_record(gm, example_inputs, chosen)
+        prepare(gm, chosen, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
             compiled = compile_interpreted(gm, example_inputs, chosen, record)
 

@@ -78,7 +78,7 @@ class DryRun:
         self.breaks += filter(None, [graph_break(gm)])
         record = new_record(gm, example_inputs, self.options)
         self.records.append(record)
-        prepare(gm, record)
+        prepare(gm, self.options, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
             compile_interpreted(gm, example_inputs, self.options, record, self.observe)
         return gm.forward
