@@ -2,17 +2,17 @@
 
     (hidden @ weight.t())[rows]  ->  hidden[rows] @ weight.t()
 
-Entry point: `demand_rows`, on Dynamo's graph, before AOTAutograd: the gradient of what was moved is then torch's own, zero
-in the rows that are left out, and a sum where rows are taken twice.
+Entry point: `demand_rows`, on Dynamo's graph, before AOTAutograd: the gradient of what was moved is then torch's own,
+zero in the rows that are left out, and a sum where rows are taken twice.
 
     heads    the matmul, and the same matmul over other rows
     region   what is made of its result up to the rows that are taken, and who reads those
     moves    operators that take or move rows, replayed on hidden states
     rewrite  the new nodes
 
-Moved are selections by slices, numbers, indices and masks, and what is joined of them, behind casts, softcaps, numbers and
-temperatures; several selections become one matmul. A graph stays as it was where somebody reads all rows or nearly all,
-where a value is changed in place or the gradient is switched between matmul and selection.
+Moved are selections by slices, numbers, indices and masks, and what is joined of them, behind casts, softcaps, numbers
+and temperatures; several selections become one matmul. A graph stays as it was where somebody reads all rows or nearly
+all, where a value is changed in place or the gradient is switched between matmul and selection.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Demand:
 
     def __str__(self) -> str:
         where = f" of the logits at {self.source}" if self.source else ""
-        return f"rows computed: {_told(self.rows)} of {_told(self.of)}{where}; nobody reads the others"
+        return (
+            f"rows computed: {_told(self.rows)} of {_told(self.of)}{where}; nobody reads the others"
+        )
 
 
 def _told(rows: int | str) -> str:

@@ -52,7 +52,11 @@ class Head:
     def columns(self) -> Any:
         """The last size of hidden: a number, or a new node that computes it."""
         size = example(self.hidden).shape[-1]
-        return size if isinstance(size, int) else self.node.graph.call_method("size", (self.hidden, -1))
+        return (
+            size
+            if isinstance(size, int)
+            else self.node.graph.call_method("size", (self.hidden, -1))
+        )
 
     def over(self, hidden: Node) -> Node:
         """The same matmul over other rows, at the graph's place of insertion."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_passes.graph.facts import same_shape
+from fx_passes.graph.order import ancestors
 from fx_passes.row_demand.heads import Head, example
 from fx_passes.row_demand.moves import joins, kind_of
 
@@ -32,8 +33,15 @@ _CHANGES: set[Any] = {
     operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
     operator.ilshift, operator.irshift, "__setitem__",
 }  # fmt: skip
+_CREATIONS: set[Any] = {
+    "new_full", "new_zeros", "new_ones", "new_empty", "clone",
+    torch.full, torch.zeros, torch.ones, torch.empty, torch.arange, torch.full_like, torch.zeros_like,
+    torch.ones_like, torch.empty_like, torch.clone,
+}  # fmt: skip
 _SHARE = 7 / 8  # of the rows: where more is taken, a copy of hidden is the dearer of the two
-_MANY = 1 << 16  # what a symbolic size counts as, so that the graph decides and not the sizes at hand
+_MANY = (
+    1 << 16
+)  # what a symbolic size counts as, so that the graph decides and not the sizes at hand
 
 
 @dataclass
@@ -67,6 +75,18 @@ class Region:
         return len(self.boundary) > 1 or (
             self.head.only_matrices and example(self.boundary[0]).dim() != 2
         )
+
+    def disturbed_by(self, node: Node) -> bool:
+        """Whether `node` may write to what the region reads: to anything but a new value that it does not read."""
+        if not is_change(node):
+            return False
+        written = node.args[0] if node.args else None
+        while isinstance(written, Node) and written.target not in _CREATIONS:
+            written = written.args[0] if written.args else None
+        if not isinstance(written, Node):
+            return True
+        read = {self.head.node, *self.inner}
+        return written in ancestors(read) | read
 
     def __contains__(self, node: Node) -> bool:
         return node is self.head.node or node in self.inner
@@ -211,7 +231,7 @@ def _undisturbed(region: Region) -> bool:
     """
     last = max(region.inner)
     between = [node for node in _after(region.head.node) if node <= last]
-    if any(is_change(node) or _switches_gradient(node) for node in between):
+    if any(region.disturbed_by(node) or _switches_gradient(node) for node in between):
         return False
     if not region.flat:
         return True

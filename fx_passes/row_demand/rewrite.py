@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fx_passes.row_demand.heads import copied, example
 from fx_passes.row_demand.moves import Replay
-from fx_passes.row_demand.region import Region, is_change
+from fx_passes.row_demand.region import Region
 
 _SIZE: set[Any] = {"size", torch.ops.aten.sym_size.int}
 
@@ -28,9 +28,8 @@ def place_of(region: Region) -> Node | None:
     needed = {each for node in region.takes for each in node.all_input_nodes if each not in region}
     last = max([head, *(node for node in needed if node.op != "placeholder")])
     between = [node for node in head.graph.nodes if head < node <= last]
-    if any(is_change(n) or "autocast" in getattr(n.target, "__name__", "") for n in between):
-        return None
-    return last
+    switched = any("autocast" in getattr(node.target, "__name__", "") for node in between)
+    return None if switched or any(map(region.disturbed_by, between)) else last
 
 
 def rewrite(region: Region, place: Node) -> None:
@@ -107,7 +106,10 @@ def _ask_hidden(region: Region, moved: Replay, following: Node) -> None:
             dim = user.args[1] if len(user.args) == 2 else None
             if user.target not in _SIZE or not isinstance(dim, int) or user.args[0] is not node:
                 continue
-            if not isinstance(example(node), Tensor) or dim % example(node).dim() == example(node).dim() - 1:
+            if (
+                not isinstance(example(node), Tensor)
+                or dim % example(node).dim() == example(node).dim() - 1
+            ):
                 continue
             if user > following or user is following:
                 with node.graph.inserting_before(following):

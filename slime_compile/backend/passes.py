@@ -1,6 +1,6 @@
 """The passes of `fx_passes` over the graphs that torch hands out, guarded and reported; both inners call them.
 
-    prepare        Dynamo's graph                    before AOTAutograd differentiates it: collectives, rows that are read
+    prepare        Dynamo's graph                    before AOTAutograd: collectives, rows that are read
     run_fuse       joint graph, or inference graph   before partitioning
     run_inplace    backward graph                    after partitioning, nothing else is ever made in place
 

@@ -60,8 +60,8 @@ def log_probs_and_entropy(
 
     Raises:
         ValueError: a shape, a dtype or the temperature is not as said above.
-        IndexError: on the CPU without a group, a target lies outside [0, V). On a GPU its log-prob is NaN; with a
-            group, a target that no shard holds has log-prob -inf.
+        IndexError: on the CPU without a group, a target lies outside [0, V). On a GPU, and in compiled code, its
+            log-prob is NaN; with a group, a target that no shard holds has log-prob -inf.
 
     Example:
         >>> log_probs, entropy = log_probs_and_entropy(logits, tokens, temperature=0.7)
@@ -71,7 +71,7 @@ def log_probs_and_entropy(
     if group is not None and vocab_start is None:
         vocab_start = dist.get_rank(group) * logits.shape[-1]
     column = target.to(torch.int64).unsqueeze(-1) - (vocab_start or 0)
-    if group is None and logits.device.type == "cpu":
+    if group is None and logits.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_columns(column, logits.shape[-1])
     scale = _scale(logits, target, temperature)
     function = cast(Any, _LogProbsAndEntropy)

@@ -83,6 +83,41 @@ def response_slices(packing: Packing) -> list[tuple[ResponseSlice, ...]]:
     return [tuple(sample_slices) for sample_slices in slices]
 
 
+def response_rows(packing: Packing) -> Tensor:
+    """The rows of this rank that predict a response token, sample by sample.
+
+    A compiled loss over `(hidden @ weight.t())[rows]` makes these rows of the logits and no others.
+
+    Returns:
+        `[response rows on this rank]` int64, on the CPU.
+    """
+    parts = [part.rows for parts in response_slices(packing) for part in parts]
+    ranges = [torch.arange(rows.start, rows.stop) for rows in parts]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+
+def split_response_rows(values: Tensor, packing: Packing) -> list[Tensor]:
+    """Values at `response_rows` to values per sample, as `split_responses` gives them.
+
+    Args:
+        values: `[response rows on this rank, ...]`, any dtype.
+        packing: where the samples lie.
+
+    Raises:
+        ValueError: `values` has another number of rows.
+    """
+    counts = [
+        sum(part.rows.stop - part.rows.start for part in parts)
+        for parts in response_slices(packing)
+    ]
+    if values.dim() == 0 or values.shape[0] != sum(counts):
+        raise ValueError(
+            f"`values` must have {sum(counts)} rows, one per response token of this rank, "
+            f"got shape {list(values.shape)}"
+        )
+    return list(values.split(counts))
+
+
 def split_responses(values: Tensor, packing: Packing) -> list[Tensor]:
     """Values per row to values per sample: each sample's response on this rank, its parts one after
     another.
@@ -200,7 +235,9 @@ def packed_log_probs(
 
     For eager callers. It holds the logits and, in the backward, their gradient. In a function that
     is compiled for many micro-batches, compile what goes from rows and `shifted_targets` to a loss,
-    and leave the samples' lengths outside.
+    and leave the samples' lengths outside; `response_rows` are then all that has to be made of the
+    logits. Compiled itself, it looks at these rows alone: where the logits are a matmul of the same
+    compiled function, the others are not computed.
 
     Args:
         logits: `[1, T, V]` or `[T, V]` (`"thd"`), `[B, S, V]` (`"bshd"`); any floating dtype. With a
@@ -221,18 +258,25 @@ def packed_log_probs(
     """
     target = shifted_targets(tokens, packing)
     rows = flatten_logits(logits, packing)
+    of_rows = (
+        temperature
+        if isinstance(temperature, int | float)
+        else row_temperature(temperature, packing, rows)
+    )
+    split = split_responses
+    if torch.compiler.is_compiling():
+        chosen, split = response_rows(packing).to(rows.device), split_response_rows
+        rows, target = rows[chosen], target[chosen]
+        of_rows = of_rows[chosen] if isinstance(of_rows, Tensor) else of_rows
     log_probs, entropy = log_probs_and_entropy(
         rows,
         target,
         group=group,
-        temperature=temperature
-        if isinstance(temperature, int | float)
-        else row_temperature(temperature, packing, rows),
+        temperature=of_rows,
         with_entropy=with_entropy,
         entropy_grad=entropy_grad,
     )
-    per_sample = split_responses(log_probs, packing)
-    return per_sample, None if entropy is None else split_responses(entropy, packing)
+    return split(log_probs, packing), None if entropy is None else split(entropy, packing)
 
 
 def _check_rows(name: str, values: Tensor, packing: Packing) -> None:

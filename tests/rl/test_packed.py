@@ -16,9 +16,11 @@ from slime_compile.rl.packed import (
     flatten_logits,
     join_responses,
     packed_log_probs,
+    response_rows,
     response_slices,
     row_temperature,
     shifted_targets,
+    split_response_rows,
     split_responses,
 )
 from slime_compile.rl.packing import Packing
@@ -362,3 +364,54 @@ def test_row_temperature(dtype: torch.dtype) -> None:
     rows = row_temperature([0.5, 2.0], packing, torch.zeros(7, VOCAB, dtype=dtype))
     assert rows.tolist() == [0.5, 0.5, 0.5, 2.0, 2.0, 1.0, 1.0]
     assert rows.dtype == torch.float32
+
+
+# ---- compiled -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, [0.5, 2.0, 1.0]])
+def test_compiled_only_response_rows_are_made(temperature: float | list[float]) -> None:
+    """Of logits that a matmul of the same function makes; the report says how many."""
+    torch._dynamo.reset()
+    packing = Packing([5, 4, 6], [2, 3, 1], rows=17)
+    tokens = [torch.arange(total) % VOCAB for total in packing.total_lengths]
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(17, 4, generator=draw).requires_grad_()
+    weight = torch.randn(VOCAB, 4, generator=draw).requires_grad_()
+
+    def fn(hidden: Tensor, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        found = packed_log_probs(hidden @ weight.t(), tokens, packing, temperature=temperature)
+        assert found[1] is not None
+        return found[0], found[1]
+
+    options = {"inner": "aot_eager", "min_vocab": VOCAB, "strict": True}
+    compiled = torch.compile(fn, backend="slime_fused", options=options, fullgraph=True)
+    results = []
+    for each in (compiled, fn):
+        values = [value for of_kind in each(hidden, weight) for value in of_kind]
+        total = sum((n + 1) * value.sum() for n, value in enumerate(values))
+        results.append([*values, *torch.autograd.grad(total, (hidden, weight))])  # type: ignore[arg-type]
+    for mine, eager in zip(*results, strict=True):
+        torch.testing.assert_close(mine, eager)
+    report = slime_compile.reports()[-1].to_dict()
+    (note,) = (n for n in report["graphs"][0]["notes"] if n.startswith("rows computed"))
+    assert note.startswith("rows computed: 6 of 17 ")
+    left_out = torch.ones(17, dtype=torch.bool)
+    left_out[response_rows(packing)] = False
+    assert torch.equal(results[0][-2][left_out], torch.zeros(11, 4))
+
+
+@given(packings())
+def test_response_rows_are_those_of_the_slices(ranks: list[Packing]) -> None:
+    for packing in ranks:
+        values = torch.arange(packing.local_rows)
+        chosen = values[response_rows(packing)]
+        for mine, want in zip(
+            split_response_rows(chosen, packing), split_responses(values, packing), strict=True
+        ):
+            assert torch.equal(mine, want)
+
+
+def test_split_response_rows_refuses() -> None:
+    with pytest.raises(ValueError, match="`values` must have 5 rows, one per response token"):
+        split_response_rows(torch.zeros(6), Packing([5, 4], [2, 3]))
