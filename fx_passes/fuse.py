@@ -11,8 +11,6 @@ import operator
 from dataclasses import dataclass, field
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from fx_passes.collectives import Merged, merge
@@ -23,6 +21,7 @@ from fx_passes.graph.facts import is_backward
 from fx_passes.graph.order import computed, tidy
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
+from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch
 from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, wide_values
 from fx_passes.walk.walk import Walk

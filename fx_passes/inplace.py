@@ -20,15 +20,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fx_passes.graph.aliases import Aliases, changed_inputs
 from fx_passes.graph.facts import Size, value
 from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
+from fx_passes.torch_private import PlainAOTInput, statically_known_true
 
 _INPUT = "slime_fused_input"
 """Meta key of a joint graph's placeholder: why the caller's tensor may not be overwritten, or "" if it may."""

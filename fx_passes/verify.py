@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fx_passes.graph.facts import ranks_of
+from fx_passes.torch_private import unset_fake_temporarily
 
 # A few roundings, far below any wrong coefficient.
 _TOLERANCE: dict[torch.dtype | None, float] = {

@@ -4,14 +4,16 @@ Entry points: `from slime_compile.torch_private import <name>`, which looks the 
 backend calls when it is imported. A missing one gives one error that names this torch and what is missing, not an
 AttributeError in the middle of a compile. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
 
-`fx_passes` has its own few (fake tensors, aliases, symbolic sizes): they are facts about graphs.
+`fx_passes.torch_private` has those that are facts about graphs (fake tensors, aliases, symbolic sizes); they are
+found here too.
 """
 
-import importlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fx_passes import torch_private as graphs
+from fx_passes.torch_private import Interface
 
 if TYPE_CHECKING:
     from torch._C._profiler import _EventType as ProfilerEvent
@@ -81,26 +83,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Interface:
-    """One private name of torch's.
-
-    Attributes:
-        home: module and attribute.
-        why: what we need it for.
-        when_gone: what to look for instead.
-        needs: attributes of it that we use, apart from calling it.
-        early: looked for when the backend is imported; False for what is slow to import and seldom needed.
-    """
-
-    home: str
-    why: str
-    when_gone: str
-    needs: tuple[str, ...] = ()
-    early: bool = True
-
-
 INTERFACES = {
+    **graphs.INTERFACES,
     # ---- the backend
     "CustomGraphPass": Interface(
         "torch._inductor.custom_graph_pass:CustomGraphPass",
@@ -171,11 +155,6 @@ INTERFACES = {
         ("try_get",),
     ),
     # ---- the report and dry runs
-    "TangentAOTInput": Interface(
-        "torch._functorch._aot_autograd.descriptors:TangentAOTInput",
-        "tells a training graph by its tangents",
-        "placeholders named tangents_*, as before torch 2.9",
-    ),
     "trace_structured": Interface(
         "torch._logging._internal:trace_structured",
         "reports and graphs as artifacts for tlparse (TORCH_TRACE)",
@@ -202,11 +181,6 @@ INTERFACES = {
         "torch._dynamo.eval_frame:innermost_fn",
         "the function below torch.compile's wrappers",
         "the attribute _torchdynamo_orig_callable",
-    ),
-    "FakeTensorMode": Interface(
-        "torch._subclasses.fake_tensor:FakeTensorMode",
-        "dry runs at any size",
-        "torch._subclasses has held it since 2.0; without it there is no dry run",
     ),
     "FakeTensor": Interface(
         "torch._subclasses.fake_tensor:FakeTensor",
@@ -301,12 +275,7 @@ INTERFACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in INTERFACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value, problem = _found(INTERFACES[name])
-    if problem:
-        raise ImportError(_message([problem]))
-    return value
+    return graphs.looked_up(INTERFACES, name)
 
 
 def check() -> None:
@@ -315,34 +284,9 @@ def check() -> None:
     Raises:
         ImportError: naming this torch, and each interface that it lacks.
     """
-    found = (_found(interface) for interface in INTERFACES.values() if interface.early)
-    problems = [problem for _, problem in found if problem]
-    if problems:
-        raise ImportError(_message(problems))
+    graphs.check(INTERFACES)
 
 
 def missing() -> list[str]:
     """What this torch lacks of all interfaces, each with what it was for; imports inductor."""
-    return [problem for _, problem in map(_found, INTERFACES.values()) if problem]
-
-
-def _found(interface: Interface) -> tuple[Any, str]:
-    """The interface, or why it is not usable."""
-    module_name, _, attribute = interface.home.partition(":")
-    lost = f"{interface.home} ({interface.why}; instead: {interface.when_gone})"
-    try:
-        module = importlib.import_module(module_name)
-        value = getattr(module, attribute, None)
-        if value is None:  # a module that its package does not import
-            value = importlib.import_module(f"{module_name}.{attribute}")
-    except ImportError:
-        return None, lost
-    absent = [name for name in interface.needs if not hasattr(value, name)]
-    return value, f"{', '.join(absent)} of {lost}" if absent else ""
-
-
-def _message(problems: list[str]) -> str:
-    return (
-        f"torch {torch.__version__} lacks private interfaces that slime_compile uses: {'; '.join(problems)}. "
-        "Use a release of torch that README names, or a newer slime_compile"
-    )
+    return [problem for _, problem in map(graphs.find, INTERFACES.values()) if problem]

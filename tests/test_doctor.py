@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fx_passes.torch_private import Interface
 from slime_compile import doctor as module
 from slime_compile import ops, torch_private
 from slime_compile.doctor import Finding
@@ -62,7 +63,7 @@ def test_no_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_lacks_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = torch_private.Interface("torch:_no_such_name", "the test", "nothing")
+    gone = Interface("torch:_no_such_name", "the test", "nothing")
     monkeypatch.setitem(torch_private.INTERFACES, "gone", gone)
     assert "torch:_no_such_name (the test; instead: nothing)" in failures(
         module._private_interfaces

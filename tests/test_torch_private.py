@@ -1,4 +1,4 @@
-"""Torch's private interfaces: in one file, all of them there, and one error where one is not."""
+"""Torch's private interfaces: in one file of each package, all of them there, and one error where one is not."""
 
 import ast
 import re
@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import fx_passes
 import slime_compile
+from fx_passes import torch_private as graphs
+from fx_passes.torch_private import Interface
 from slime_compile import torch_private
 
-PACKAGE = Path(slime_compile.__file__).parent
-PRIVATE = re.compile(r"^torch(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental")
-PUBLIC = {"torch.utils._pytree", "torch._dynamo"}
-"""Underscored, but what everybody uses: pytrees, and torch._dynamo.reset and config in texts."""
+PACKAGES = [Path(package.__file__).parent for package in (slime_compile, fx_passes)]
+PRIVATE = re.compile(r"^torch(?!\.ops\b)(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental")
+PUBLIC = {"torch.utils._pytree", "torch._dynamo", "torch._ops", "torch._ops.OpOverload"}
+"""Underscored, but what everybody uses: pytrees, overloads, and torch._dynamo.reset and config in texts."""
 
 
 def private_names(source: str) -> set[str]:
@@ -33,8 +36,9 @@ def private_names(source: str) -> set[str]:
 
 def test_they_are_in_one_file() -> None:
     elsewhere = {
-        str(path.relative_to(PACKAGE)): names
-        for path in PACKAGE.rglob("*.py")
+        str(path.relative_to(package.parent)): names
+        for package in PACKAGES
+        for path in package.rglob("*.py")
         if path.name != "torch_private.py" and (names := private_names(path.read_text()))
     }
     assert elsewhere == {}
@@ -42,14 +46,15 @@ def test_they_are_in_one_file() -> None:
 
 def test_all_are_there_and_told_alike() -> None:
     assert torch_private.missing() == []
-    assert {*torch_private.INTERFACES, "check"} == set(torch_private.__all__)
+    assert {*torch_private.INTERFACES, "check"} == {*torch_private.__all__, *graphs.INTERFACES}
+    assert {*graphs.INTERFACES} < {*graphs.__all__} < {*dir(graphs), *graphs.INTERFACES}
     for name in torch_private.INTERFACES:
         assert getattr(torch_private, name) is not None
 
 
 def test_a_missing_one_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, home in (("one", "torch:_no_such_name"), ("two", "torch.no_such_module:name")):
-        interface = torch_private.Interface(home, f"why {name}", f"instead of {name}")
+        interface = Interface(home, f"why {name}", f"instead of {name}")
         monkeypatch.setitem(torch_private.INTERFACES, name, interface)
     with pytest.raises(ImportError) as caught:
         torch_private.check()
@@ -62,7 +67,7 @@ def test_a_missing_one_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_attribute_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface = torch_private.Interface("torch:nn", "a test", "nothing", ("Module", "gone"))
+    interface = Interface("torch:nn", "a test", "nothing", ("Module", "gone"))
     monkeypatch.setitem(torch_private.INTERFACES, "nn", interface)
     with pytest.raises(ImportError, match="gone of torch:nn"):
         torch_private.check()

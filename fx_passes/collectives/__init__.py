@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from fx_passes.collectives.plan import AllReduce, Plan
@@ -28,6 +27,7 @@ from fx_passes.collectives.replay import Replay
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_backward, ranks_of, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
+from fx_passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fx_passes.graph.facts import value
+from fx_passes.torch_private import InputMutationAOTOutput
 
 aten = torch.ops.aten
 

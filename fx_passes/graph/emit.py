@@ -14,9 +14,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._sympy.functions import FloorDiv
 
 from fx_passes.graph.facts import (
     BACKWARD,
@@ -29,6 +27,7 @@ from fx_passes.graph.facts import (
     value,
 )
 from fx_passes.graph.operators import RESHAPES, Target, is_pure
+from fx_passes.torch_private import FakeTensorMode, FloorDiv
 
 aten = torch.ops.aten
 prims = torch.ops.prims

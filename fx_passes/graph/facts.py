@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed._functional_collectives  # registers the functional collectives
-from torch.distributed.distributed_c10d import _get_group_size_by_name
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+from fx_passes import torch_private
+from fx_passes.torch_private import group_size_by_name, guard_or_false, statically_known_true
+
+torch_private.check(torch_private.INTERFACES)  # which registers what rules and passes name
 
 Size: TypeAlias = int | torch.SymInt
 Shape: TypeAlias = tuple[Size, ...]
@@ -84,4 +86,4 @@ def byte_count(node: Node) -> int:
 
 def ranks_of(group: object) -> int:
     """Ranks of a process group, by its name in the graph."""
-    return int(_get_group_size_by_name(group))  # type: ignore[arg-type]
+    return int(group_size_by_name(group))  # type: ignore[arg-type]

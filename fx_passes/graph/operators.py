@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._inductor.inductor_prims  # registers prims.fma, which the rules name
-import torch.distributed._functional_collectives  # registers the functional collectives
 from torch.fx import Node
 
 from fx_passes.graph.facts import ranks_of, same_shape, shape_of

@@ -18,7 +18,6 @@ import dataclasses
 from typing import Any, Literal
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import changed_inputs
@@ -40,6 +39,7 @@ from fx_passes.linear.readers import (
 )
 from fx_passes.linear.rewrite import Rewrite
 from fx_passes.outcome import Outcome, Rejection
+from fx_passes.torch_private import detect_fake_mode
 from fx_passes.verify import mismatch
 
 __all__ = ["Chunked", "LinearOutcome", "linear"]

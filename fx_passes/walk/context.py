@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
@@ -28,6 +27,7 @@ from fx_passes.graph.facts import (
 )
 from fx_passes.graph.operators import Target
 from fx_passes.outcome import FuseConfig
+from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowRule, RowScalars

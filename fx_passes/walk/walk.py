@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
@@ -20,6 +19,7 @@ from fx_passes.graph.facts import value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
+from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.gradient import row_grad

@@ -1,0 +1,183 @@
+"""Every private interface of torch that `fx_passes` uses: facts about graphs, and what to do when one is gone.
+
+Entry points: `from fx_passes.torch_private import <name>`, which looks the name up each time; `check`, `looked_up` and
+`find`, with which `slime_compile.torch_private` does the same for the backend's. A missing one gives one error that
+names this torch and what is missing. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._functorch._aot_autograd.descriptors import (
+        InputMutationAOTOutput,
+        PlainAOTInput,
+        TangentAOTInput,
+    )
+    from torch._guards import detect_fake_mode
+    from torch._inductor import inductor_prims
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.distributed import _functional_collectives as functional_collectives
+    from torch.distributed.distributed_c10d import _get_group_size_by_name as group_size_by_name
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+    from torch.utils._sympy.functions import FloorDiv
+
+__all__ = [
+    "INTERFACES",
+    "FakeTensorMode",
+    "FloorDiv",
+    "InputMutationAOTOutput",
+    "Interface",
+    "PlainAOTInput",
+    "TangentAOTInput",
+    "check",
+    "detect_fake_mode",
+    "find",
+    "functional_collectives",
+    "group_size_by_name",
+    "guard_or_false",
+    "inductor_prims",
+    "looked_up",
+    "statically_known_true",
+    "unset_fake_temporarily",
+]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One private name of torch's.
+
+    Attributes:
+        home: module and attribute.
+        why: what we need it for.
+        when_gone: what to look for instead.
+        needs: attributes of it that we use, apart from calling it.
+        early: looked for when the backend is imported; False for what is slow to import and seldom needed.
+    """
+
+    home: str
+    why: str
+    when_gone: str
+    needs: tuple[str, ...] = ()
+    early: bool = True
+
+
+INTERFACES = {
+    "FakeTensorMode": Interface(
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "shape and dtype of every node that a pass adds; dry runs at any size",
+        "torch._subclasses has held it since 2.0; without it nothing can be rewritten",
+    ),
+    "unset_fake_temporarily": Interface(
+        "torch._subclasses.fake_tensor:unset_fake_temporarily",
+        "real data at compile time, for verify=True",
+        "torch.utils._python_dispatch's way to leave a mode",
+    ),
+    "detect_fake_mode": Interface(
+        "torch._guards:detect_fake_mode",
+        "the mode of the graph that is rewritten",
+        'the fake_mode of any node\'s meta["val"]',
+    ),
+    "statically_known_true": Interface(
+        "torch.fx.experimental.symbolic_shapes:statically_known_true",
+        "comparisons of symbolic sizes that add no guard",
+        "documented in torch since 2.5; else refuse symbolic sizes",
+    ),
+    "guard_or_false": Interface(
+        "torch.fx.experimental.symbolic_shapes:guard_or_false",
+        "comparisons of symbolic sizes that may add one",
+        "see statically_known_true",
+    ),
+    "FloorDiv": Interface(
+        "torch.utils._sympy.functions:FloorDiv",
+        "symbolic sizes as nodes of the graph",
+        "sympy.floor of a quotient",
+    ),
+    "InputMutationAOTOutput": Interface(
+        "torch._functorch._aot_autograd.descriptors:InputMutationAOTOutput",
+        "inputs that the function changes in place",
+        "fw_metadata.input_info of the TracingContext; without it such logits are read changed",
+    ),
+    "PlainAOTInput": Interface(
+        "torch._functorch._aot_autograd.descriptors:PlainAOTInput",
+        "which placeholder is which argument, for what may be overwritten",
+        "without it nothing may be written in place",
+    ),
+    "TangentAOTInput": Interface(
+        "torch._functorch._aot_autograd.descriptors:TangentAOTInput",
+        "tells a training graph by its tangents",
+        "placeholders named tangents_*, as before torch 2.9",
+    ),
+    "inductor_prims": Interface(
+        "torch._inductor:inductor_prims",
+        "registers prims.fma, which the rules name",
+        "torch.ops.prims, if torch registers it by itself",
+    ),
+    "functional_collectives": Interface(
+        "torch.distributed:_functional_collectives",
+        "registers the collectives of a graph",
+        "torch.ops._c10d_functional",
+    ),
+    "group_size_by_name": Interface(
+        "torch.distributed.distributed_c10d:_get_group_size_by_name",
+        "how many ranks a collective in a graph joins",
+        "torch.distributed.get_world_size of the group",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    return looked_up(INTERFACES, name)
+
+
+def check(interfaces: Mapping[str, Interface]) -> None:
+    """Looks for those that are needed to compile.
+
+    Raises:
+        ImportError: naming this torch, and each interface that it lacks.
+    """
+    found = (find(interface) for interface in interfaces.values() if interface.early)
+    problems = [problem for _, problem in found if problem]
+    if problems:
+        raise ImportError(_message(problems))
+
+
+def looked_up(interfaces: Mapping[str, Interface], name: str) -> Any:
+    """The interface of this name, for a module's `__getattr__`.
+
+    Raises:
+        AttributeError: there is no such row.
+        ImportError: as `check` does.
+    """
+    if name not in interfaces:
+        raise AttributeError(f"torch_private has no attribute {name!r}")
+    value, problem = find(interfaces[name])
+    if problem:
+        raise ImportError(_message([problem]))
+    return value
+
+
+def find(interface: Interface) -> tuple[Any, str]:
+    """The interface, or why it is not usable."""
+    module_name, _, attribute = interface.home.partition(":")
+    lost = f"{interface.home} ({interface.why}; instead: {interface.when_gone})"
+    try:
+        module = importlib.import_module(module_name)
+        value = getattr(module, attribute, None)
+        if value is None:  # a module that its package does not import
+            value = importlib.import_module(f"{module_name}.{attribute}")
+    except ImportError:
+        return None, lost
+    absent = [name for name in interface.needs if not hasattr(value, name)]
+    return value, f"{', '.join(absent)} of {lost}" if absent else ""
+
+
+def _message(problems: list[str]) -> str:
+    return (
+        f"torch {torch.__version__} lacks private interfaces that slime_compile uses: {'; '.join(problems)}. "
+        "Use a release of torch that README names, or a newer slime_compile"
+    )
