@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 import fx_passes
 from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.row_demand import demand_rows
@@ -41,6 +42,7 @@ BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 def prepare(gm: GraphModule, options: Options, record: Record) -> None:
     """What is done to Dynamo's graph before AOTAutograd differentiates it."""
+    drop_unread_outputs(gm)
     for node in keep_eager_gradients(gm):
         where = source_of(node) or node.name
         record.note(
