@@ -55,8 +55,11 @@ def _edges(head, groups, vocab, part, LANES: tl.constexpr, VEC: tl.constexpr):
     """Columns [LANES] of the single elements and whether they are there: lanes [0, VEC) head, [VEC, 2 VEC) tail."""
     lane = tl.arange(0, LANES)
     column = tl.where(lane < VEC, lane, head + groups * VEC + lane - VEC)
-    present = tl.where(lane < VEC, lane < head, (lane < 2 * VEC) & (column < vocab))
-    return column, present & (part == 0)
+    limit = tl.where(
+        part == 0, vocab, 0
+    )  # not `& (part == 0)`: Triton 3.9 interprets that as an integer, no mask
+    present = column < tl.where(lane < VEC, tl.minimum(head, limit), limit)
+    return column, present & (lane < 2 * VEC)
 
 
 @triton.jit
