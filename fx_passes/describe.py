@@ -47,7 +47,7 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
             result.setdefault(refusal.node, _rejection(refusal.reason, refusal.node))
     for root, reason in verdict.refused.items():
         result.setdefault(root, _rejection(reason, root))
-    never = walk.context.never
+    never = walk.context.changes.never
     for user in (u for n in never if roots and looks_wide(n, roots) for u in n.users):
         if user not in never:
             reason = (

@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 
 from fx_passes.collectives import Merged, merge
 from fx_passes.describe import describe, rejections_of, saved_bytes, too_small
-from fx_passes.graph.aliases import changed_inputs
-from fx_passes.graph.backward import is_joint, mark_backward
+from fx_passes.graph.backward import mark_backward
+from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward
 from fx_passes.graph.order import computed, tidy
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
@@ -25,6 +25,8 @@ from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch
 from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, wide_values
 from fx_passes.walk.walk import Walk
+
+aten = torch.ops.aten
 
 MAX_ROUNDS = 8
 
@@ -43,9 +45,10 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     if fake_mode is None:
         return Outcome()
     mark_backward(graph)
-    if config.verify:
-        return _fuse_verified(graph, config, fake_mode)
-    return _fuse(graph, config, fake_mode)
+    attempt = _fuse_verified if config.verify else _fuse
+    outcome = attempt(graph, config, fake_mode)
+    keep_out_of_backward(graph)
+    return outcome
 
 
 def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcome:
@@ -71,15 +74,16 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
 # a refused root is an ordinary node now, and may be a root itself, or an operand that a rule refuses. That can change
 # the verdict on others, so it goes on until the accepted roots are those that were walked with: what is rewritten is
 # what was judged. Roots only ever leave, unless a value that the graph returns changed (`logits / t`) is found to be
-# better read as it is (a barrier): then all begins anew, with one barrier more. Both can happen finitely often; the
-# programs of the tests need two or three rounds. Where `MAX_ROUNDS` are not enough, the graph stays as it was.
+# better read as it is (a barrier), or logits that forward changes turn out to be read in backward: then all begins
+# anew, with one barrier more or one root less. That can happen finitely often; the programs of the tests need two or
+# three rounds. Where `MAX_ROUNDS` are not enough, the graph stays as it was.
 
 
 @dataclass
 class _Rounds:
     """What is known between two walks."""
 
-    never: frozenset[Node]
+    changes: Changes
     only: frozenset[Node] | None = None
     barriers: frozenset[Node] = frozenset()
     rejections: dict[Node, Rejection] = field(default_factory=dict)
@@ -94,15 +98,19 @@ class _Rounds:
             self.only = None
             return False
         if self.only == verdict.accepted:
-            return True
+            read = _read_in_backward(walk) & verdict.accepted
+            if read:
+                self.changes = self.changes.without(read)
+                self.only = None
+            return not read
         self.only = verdict.accepted
         return not self.only
 
 
 def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcome:
-    rounds = _Rounds(never=_changed_before_backward(graph))
+    rounds = _Rounds(changes_of(graph))
     for _ in range(MAX_ROUNDS):
-        walk = Walk(graph, config, fake_mode, TABLES, rounds.only, rounds.barriers, rounds.never)
+        walk = Walk(graph, config, fake_mode, TABLES, rounds.only, rounds.barriers, rounds.changes)
         walk.run()
         if rounds.settled(walk):
             break
@@ -116,16 +124,21 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
     return Outcome(rejections=tuple(rounds.rejections.values()) or too_small(graph, config))
 
 
-# NOTE [Logits that the graph changes]
-# A joint graph is functional: a change of an input in place is a new value, and one more output that is copied over the
-# input when forward ends. Backward runs after that copy. What reads the input there, as every gradient over it would,
-# gets what forward has written. So such an input, and whatever shares its memory, is no root of a training graph; the
-# first value that is made from it is, and that one is nobody else's. Forward alone reads its inputs before the copy.
+def _read_in_backward(walk: Walk) -> set[Node]:
+    """Logits that forward changes and that something reads which forward does not need."""
+    left = walk.context.changes.left
+    if not left:
+        return set()
+    replacements = walk.account.replacements
+    live = computed(walk.graph, replacements)
+    late = live - computed(walk.graph, replacements, forward=True)
+    read = {replacements.get(arg, arg) for node in late for arg in _read_by(node)}
+    return {root for root in left if read & walk.context.changes.aliases[root]}
 
 
-def _changed_before_backward(graph: Graph) -> frozenset[Node]:
-    """The inputs that may not be read in backward, and their aliases; none where there is no backward."""
-    return frozenset(changed_inputs(graph) if is_joint(graph) else ())
+def _read_by(node: Node) -> list[Node]:
+    """The inputs whose values matter: a copy writes over its first."""
+    return node.all_input_nodes[1:] if node.target is aten.copy_.default else node.all_input_nodes
 
 
 # -- committing ---------------------------------------------------------------------------------------

@@ -492,8 +492,8 @@ MUTANTS = [
         ),
         (
             "a shift that only backward knows is saved", "walk/gradient.py", "test_vocabulary_parallel.py softmax_is_kept",
-            "    if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):\n        return None\n",
-            "",
+            "    return not any(is_backward(atom) for poly in known for atom in poly.atoms())",
+            "    return True",
         ),
         (
             "an exponential that is no probability is saved", "walk/gradient.py", "test_soundness.py saved",
@@ -512,7 +512,7 @@ MUTANTS = [
         ),
         (
             "what backward makes is not marked", "walk/gradient.py", "test_aliasing.py without_code",
-            "    if _in_backward(c):  # also where",
+            "    if in_backward(c):  # also where",
             "    if False:  # also where",
         ),
         (
@@ -581,9 +581,9 @@ MUTANTS = [
             "            if False:",
         ),
         (
-            "changed inputs are roots", "fuse.py", "test_changed_logits.py divided",
-            "    return frozenset(changed_inputs(graph) if is_joint(graph) else ())",
-            "    return frozenset()",
+            "changed inputs are roots", "graph/changes.py", "test_changed_logits.py divided",
+            "    if not is_joint(graph):",
+            "    if True:",
         ),
         (
             "new readers come after the write", "graph/order.py", "test_changed_logits.py zeroed",
@@ -596,9 +596,19 @@ MUTANTS = [
             "            if False:",
         ),
         (
-            "aliases of changed inputs are roots", "graph/aliases.py", "test_changed_logits.py view",
-            "    return {alias for node in written for alias in aliases.of(node)}",
-            "    return set(written)",
+            "a softmax left in the logits is taken though the program reads another", "walk/left.py", "test_changed_logits.py confident",
+            "    if value(node).dtype == compute_dtype(x):",
+            "    if True:",
+        ),
+        (
+            "another exponential is left in the logits", "walk/left.py", "test_changed_logits.py another",
+            "    same = there.scale == term.scale and there.shift == term.shift and there.b.is_zero",
+            "    same = there.b.is_zero",
+        ),
+        (
+            "logits that forward changes are read in backward", "fuse.py", "test_changed_logits.py",
+            "            read = _read_in_backward(walk) & verdict.accepted",
+            "            read: set[Node] = set()",
         ),
         (
             "a result of another group is merged", "collectives/__init__.py", "test_vocabulary_parallel.py",

@@ -10,6 +10,7 @@ from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.walk.context import Context
+from fx_passes.walk.left import softmax_left
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -28,15 +29,20 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     only_known(form)
     only_unclamped(form)
     dtype, chosen = compute_dtype(form.x), index_node(c, index)
-    taken = ZERO
-    if form.x is not None and (form.exps or not form.f.is_zero):
+    taken, result = ZERO, ZERO
+    left = softmax_left(c, form) if form.f.is_zero else None
+    if form.exps or not form.f.is_zero:
         everywhere = c.spread(
             form, c.emitter.cast(chosen, torch.int64)
         )  # gather reads rows that the index has
-        taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
-    result = ZERO
+        if left is not None:
+            found = c.emitter.call(aten.gather.default, left.node, form.vdim, everywhere)
+            result = _left_column(c, left.term, c.emitter.cast(found, dtype), dtype)
+            form = form.with_(exps=())
+        elif form.x is not None:
+            taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
     if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
-        result = _affine_column(c, form.f, taken, dtype)
+        result = result + _affine_column(c, form.f, taken, dtype)
     result = result + form.e
     for term in form.exps:
         result = result + _exp_column(c, term, taken, dtype)
@@ -66,7 +72,19 @@ def _scaled(c: Context, taken: Poly, scale: Poly, dtype: torch.dtype) -> Poly:
 def _exp_column(c: Context, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
     y = _scaled(c, taken, term.scale, dtype)
     exponent = c.rows.emit(y - term.shift, dtype)
-    probability = c.emitter.call(aten.exp.default, exponent)
+    return _weighted(c, term, y, c.emitter.call(aten.exp.default, exponent), dtype)
+
+
+def _left_column(c: Context, term: Exp, probability: Node, dtype: torch.dtype) -> Poly:
+    """From the exponential itself at the column, whose logarithm is y - shift."""
+    y = ZERO
+    if not term.b.is_zero:
+        y = Poly.atom(c.emitter.call(aten.log.default, probability)) + term.shift
+    return _weighted(c, term, y, probability, dtype)
+
+
+def _weighted(c: Context, term: Exp, y: Poly, probability: Node, dtype: torch.dtype) -> Poly:
+    """probability * (a + b y), 0 where it is 0."""
     factor = Poly.atom(probability) * (term.a + term.b * y)
     if term.b.is_zero:
         return factor

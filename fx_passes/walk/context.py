@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Poly
+from fx_passes.graph.changes import Changes
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import (
     Size,
@@ -42,7 +43,7 @@ class Context:
     Attributes:
         values: what every node is that was visited: a form, a mask, a tuple of those, or the node itself.
         only: the roots that are taken; None while every value that could be one is.
-        never: values that are no root, whatever they look like.
+        changes: inputs that the graph changes in place, which are no root or one in forward alone.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Context:
         fake_mode: FakeTensorMode,
         row_table: Mapping[Target, RowRule],
         only: frozenset[Node] | None,
-        never: frozenset[Node],
+        changes: Changes | None,
     ) -> None:
         self.config = config
-        self.only, self.never = only, never
+        self.only, self.changes = only, changes or Changes()
         self.emitter = Emitter(graph, fake_mode)
         self.rows = RowScalars(self.emitter, row_table)
         self.roots = Roots(self.emitter)
@@ -76,7 +77,7 @@ class Context:
         return meaning
 
     def _is_root(self, node: Node) -> bool:
-        if not is_float_tensor(node) or self.emitter.made(node) or node in self.never:
+        if not is_float_tensor(node) or self.emitter.made(node) or node in self.changes.never:
             return False
         if self.only is not None and node not in self.only:
             return False

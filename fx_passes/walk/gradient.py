@@ -16,6 +16,7 @@ from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
+from fx_passes.walk.left import in_backward, softmax_left
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -36,26 +37,27 @@ def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
     for other, _ in form.others:  # what is added is rounded once, after the sum
         dtype = torch.promote_types(dtype, value(other).dtype)
     order = _vocabulary_last(form)
+    kept = _kept_softmax(c, form, dtype)
+    x, made, form = (form.x, (), form) if kept is None else kept
     packer = _Packer(c, form, order)
-    softmax = _saved_softmax(c, form, dtype)
     node = operator = c.emitter.call(
         torch.ops.slime_fused.row_grad.default,
-        packer.ordered(form.x if softmax is None else softmax.node),
+        packer.ordered(x),
         packer.terms(),
         packer.affine(),
         *packer.columns(),
-        softmax is not None,
+        kept is not None,
         dtype,
         "",
     )
-    if _in_backward(c):  # also where it depends on no upstream gradient
+    if in_backward(c):  # also where it depends on no upstream gradient
         node.meta[TAG] = BACKWARD
     if order is not None:
         node = c.emitter.call(
             aten.permute.default, node, [order.index(dim) for dim in range(len(order))]
         )
     node = c.emitter.cast(_with_others(c, node, form, dtype), wanted)
-    return Leaving(node, (operator, *(softmax.operators if softmax else ())))
+    return Leaving(node, (operator, *made))
 
 
 def _vocabulary_last(form: Form) -> list[int] | None:
@@ -73,31 +75,40 @@ def _with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node
     return node
 
 
-def _in_backward(c: Context) -> bool:
-    return c.emitter.origin is not None and is_backward(c.emitter.origin)
+def _kept_softmax(
+    c: Context, form: Form, dtype: torch.dtype
+) -> tuple[Node, tuple[Node, ...], Form] | None:
+    """A softmax that forward makes, its operators, and what is computed from it in the form's place.
 
-
-def _saved_softmax(c: Context, form: Form, dtype: torch.dtype) -> Leaving | None:
-    """With save="softmax": exp(y - shift) made in forward; the gradient is computed from it and may overwrite it.
-
-    None where it would not serve: several softmaxes, logits in the gradient, a shift that only backward knows; and
-    where it would be rounded too far: an exponential that is no probability, float16.
+    Of logits that forward changes it is what forward leaves in them (`left.py`). With save="softmax" it is
+    exp(y - shift) made in forward, and the gradient may overwrite it; None where it would not serve: several
+    softmaxes, logits in the gradient, a shift that only backward knows.
     """
-    single = len(form.exps) == 1 and form.f.is_zero
-    if c.config.save != "softmax" or not single or not _in_backward(c):
+    if len(form.exps) != 1 or not form.f.is_zero or not in_backward(c):
+        return None
+    left = softmax_left(c, form)
+    if left is not None:
+        return left.node, (), form.with_(exps=(left.term,))
+    if c.config.save != "softmax" or not _may_be_saved(c, form, dtype):
         return None
     (term,) = form.exps
-    stats = c.stats(form, term.scale)
-    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
-        return None
-    if any(is_backward(atom) for poly in (term.scale, term.shift) for atom in poly.atoms()):
-        return None
     softmax = form.with_(exps=(Exp(term.scale, term.shift, ONE),), e=ZERO, hots=(), others=())
     at, c.emitter.origin = c.emitter.origin, None
     try:
-        return row_grad(c, softmax, dtype)
+        made = row_grad(c, softmax, dtype)
     finally:
         c.emitter.origin = at
+    return made.node, made.operators, form
+
+
+def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
+    """Not where it would be rounded too far: an exponential that is no probability, float16."""
+    (term,) = form.exps
+    stats = c.stats(form, term.scale)
+    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
+        return False
+    known = (term.scale, term.shift)
+    return not any(is_backward(atom) for poly in known for atom in poly.atoms())
 
 
 class _Packer:

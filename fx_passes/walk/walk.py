@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
+from fx_passes.graph.changes import Changes
 from fx_passes.graph.facts import value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
@@ -60,7 +61,7 @@ class Walk:
         graph: functional, with fake values.
         only: the roots that are taken; None while every value that could be one is.
         barriers: nodes that are read as they are, whatever a rule would make of them.
-        never: values that are no root, whatever they look like.
+        changes: inputs that the graph changes in place, which are no root or one in forward alone.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Walk:
         tables: Tables,
         only: frozenset[Node] | None = None,
         barriers: frozenset[Node] = frozenset(),
-        never: frozenset[Node] = frozenset(),
+        changes: Changes | None = None,
     ) -> None:
         self.graph = graph
         self.tables = tables
         self.barriers = barriers
-        self.context = Context(graph, config, fake_mode, tables.row_scalars, only, never)
+        self.context = Context(graph, config, fake_mode, tables.row_scalars, only, changes)
         self.account = Account()
 
     def run(self) -> None:

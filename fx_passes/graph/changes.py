@@ -1,0 +1,107 @@
+"""The inputs that a training graph changes in place: what may be read of them, and when.
+
+Entry points: `changes_of`, and `keep_out_of_backward` for the partitioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fx_passes.graph.aliases import Aliases, written_inputs
+from fx_passes.graph.backward import is_joint
+from fx_passes.graph.facts import is_backward
+
+# NOTE [Logits that the graph changes]
+# A joint graph is functional: a change of an input in place is a new value that is copied over the input at the end of
+# the part that changes it. Backward runs after forward's copies. What reads the input there, as a gradient over it
+# would, gets what forward has left in it. So
+#
+#     an input that forward changes     may be read in forward alone (`Changes.left`), if nothing of backward needs it:
+#                                       the softmax that forward leaves in it stands in for it (`walk/left.py`)
+#     the same, if backward does,       and whatever shares its memory: is no root. The first value that is made of
+#     or if it has aliases,             it is, and that one is nobody else's (`Changes.never`)
+#     or if torch copies after forward
+#     one that backward alone changes   may be read everywhere: the copy is the last thing that backward does
+#
+# That a read comes before the copy is a matter of order: NOTE [Who reads an input reads it before it is written].
+# An inference graph is forward alone and reads its inputs before the copy.
+#
+# The partitioner (torch 2.13) does not know: what is cheap it computes again in backward, from the changed input, and
+# the gradient is wrong, also of a graph that no pass has touched. So what forward reads of such inputs is to be saved.
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a joint graph does to its inputs.
+
+    Attributes:
+        never: values that backward would find changed.
+        left: inputs that forward alone may read: the value that it leaves in them.
+        aliases: of each input in `left`, all that may share its memory.
+    """
+
+    never: frozenset[Node] = frozenset()
+    left: Mapping[Node, Node] = field(default_factory=dict)
+    aliases: Mapping[Node, frozenset[Node]] = field(default_factory=dict)
+
+    def without(self, inputs: Iterable[Node]) -> Changes:
+        """`inputs` are read in backward after all."""
+        gone = frozenset(inputs)
+        never = self.never.union(*(self.aliases[node] for node in gone))
+        return replace(
+            self, never=never, left={k: v for k, v in self.left.items() if k not in gone}
+        )
+
+
+def changes_of(graph: Graph) -> Changes:
+    """Nothing in a graph without a backward."""
+    if not is_joint(graph):
+        return Changes()
+    aliases = Aliases(graph)
+    writes: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if not is_backward(node):
+            for written in written_inputs(node):
+                writes.setdefault(written, []).append(node)
+    outside = _changed_outside(graph)
+    left, never = {}, {alias for node in outside for alias in aliases.of(node)}
+    for written in writes:
+        memory = frozenset(aliases.of(written))
+        value = _left_in(written, [w for alias in memory for w in writes.get(alias, ())])
+        alone = sum(n.op in ("placeholder", "get_attr") for n in memory) == 1
+        if value is not None and alone and not memory & outside:
+            left[written] = value
+        else:
+            never |= memory
+    return Changes(frozenset(never), left, {n: frozenset(aliases.of(n)) for n in left})
+
+
+def keep_out_of_backward(graph: Graph) -> None:
+    """What forward reads of inputs that it changes is saved, not computed again from what it left in them."""
+    changes = changes_of(graph)
+    changed = changes.never.union(*changes.aliases.values())
+    for reader in {user for alias in changed for user in alias.users} - changed:
+        if reader.op == "call_function" and reader.target is not torch.ops.aten.copy_.default:
+            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _left_in(node: Node, writes: list[Node]) -> Node | None:
+    """What forward's only write of an input leaves in all of it."""
+    if len(writes) != 1 or node.op != "placeholder":
+        return None
+    (write,) = writes
+    value = write.args[1] if write.target is torch.ops.aten.copy_.default else None
+    return value if isinstance(value, Node) else None
+
+
+def _changed_outside(graph: Graph) -> set[Node]:
+    """Inputs that torch copies over when forward is done: their new value is an output."""
+    described = graph.output_node().meta.get("desc") or ()
+    updated = {each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)}
+    return {n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated}

@@ -1,0 +1,90 @@
+"""Logits that forward changes in place: the softmax that it leaves in them, for backward to be computed from.
+
+Entry point: `softmax_left`. See NOTE [Logits that the graph changes] in `graph/changes.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Exp, Form, Mask
+from fx_passes.algebra.poly import ONE, Poly
+from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.operators import WHOLE_VIEWS
+from fx_passes.walk.context import Context
+from fx_passes.walk.results import logits_of
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Left:
+    """What forward leaves in the logits: its `form`, the user's `node`; and the `term` to compute over it."""
+
+    node: Node
+    form: Form
+    term: Exp
+
+
+def in_backward(c: Context) -> bool:
+    """What is emitted now is for a node of backward."""
+    return c.emitter.origin is not None and is_backward(c.emitter.origin)
+
+
+def softmax_left(c: Context, form: Form) -> Left | None:
+    """The exponential in the logits' place from which `form`'s single term is computed in backward.
+
+    `exp(y - t) u` is left, `exp(y - s) (a + b y)` is wanted. With t = s that is what is left times (a + b y) / u, and
+    y is its logarithm, plus t, minus log u. None where it is not so, or where what is left is rounded and the program
+    itself computes its gradient from something else.
+    """
+    node = None if form.x is None else c.changes.left.get(c.roots.root_of[form.x])
+    if node is None or form.x is None or len(form.exps) != 1 or not in_backward(c):
+        return None
+    node = _under_views(node)
+    left = c.values.get(node)
+    if not isinstance(left, Form) or left.x is not form.x or not left.is_exp or len(left.exps) != 1:
+        return None
+    (there,), (term,) = left.exps, form.exps
+    inverse = there.a.inverse()
+    same = there.scale == term.scale and there.shift == term.shift and there.b.is_zero
+    if not same or inverse is None or there.extent is not None or not _exact(c, form.x, node):
+        return None
+    shift = there.shift if term.b.is_zero else there.shift - _log(c, there.a, form)
+    return Left(node, left, Exp(term.scale, shift, term.a * inverse, term.b * inverse))
+
+
+def _under_views(node: Node) -> Node:
+    while node.target in WHOLE_VIEWS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _log(c: Context, factor: Poly, form: Form) -> Poly:
+    if factor == ONE:
+        return Poly()
+    assert form.x is not None
+    emitted = c.rows.emit_node(factor, compute_dtype(form.x), form.x)
+    return Poly.atom(c.emitter.call(aten.log.default, emitted))
+
+
+def _exact(c: Context, x: Node, node: Node) -> bool:
+    """Nothing is lost by reading `node`: it is not rounded, or it is all that the value that leaves is made from."""
+    if value(node).dtype == compute_dtype(x):
+        return True
+    seen, waiting = {node}, [c.emitter.origin]
+    while waiting:
+        each = waiting.pop()
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        meaning = c.values.get(each)
+        if each.op == "placeholder" and each in c.roots.root_of:
+            return False
+        if isinstance(meaning, (Form, Mask)) and logits_of(meaning) is not None:
+            waiting += each.all_input_nodes
+    return True
