@@ -1,10 +1,10 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|readme]`; without one README.md's table. See bench/README.md."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|readme]`; without: README.md's table. See README.md."""
 
 import argparse
 from pathlib import Path
 
 from bench.cases.losses import SPELLINGS
-from bench.commands import estimate, lm_head, loss, memory, readme, speed, tp
+from bench.commands import estimate, lm_head, loss, memory, partial, readme, speed, tp
 from bench.measure.cells import RESULTS
 
 COMMANDS = {
@@ -14,6 +14,7 @@ COMMANDS = {
     "speed": (speed.main, "forward and backward beside peers"),
     "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
     "lm_head": (lm_head.main, "logits that a matmul makes, beside peers: memory, time, error"),
+    "partial": (partial.main, "losses that are fused in part, beside inductor: memory, time"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 

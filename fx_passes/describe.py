@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import byte_count, is_backward, is_float_tensor, shape_of, value
-from fx_passes.graph.operators import VIEWS
+from fx_passes.graph.operators import MATMULS, VIEWS
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig, Fused, Rejection
 from fx_passes.walk.verdict import Verdict, looks_wide, used_by_user
@@ -28,7 +29,14 @@ def describe(walk: Walk, live: set[Node]) -> Iterator[Fused]:
             yield _fused("statistics", node, node)
     for node in account.gradients:
         if node in live:
-            yield _fused("gradient" if is_backward(node) else "softmax", node, node)
+            yield _fused(_kind(node), node, node)
+    for node, leaving in account.leaving.items():
+        if node in live and not leaving.operators:
+            yield _fused(f"{_kind(node)}, as arithmetic", node, node)
+
+
+def _kind(node: Node) -> str:
+    return "gradient" if is_backward(node) else "softmax"
 
 
 def _fused(kind: str, origin: Node, node: Node) -> Fused:
@@ -38,12 +46,22 @@ def _fused(kind: str, origin: Node, node: Node) -> Fused:
     return Fused(kind, source_of(origin), shape, tensor.dtype)
 
 
+def gradients_that_come_in(walk: Walk) -> Iterator[str]:
+    """Logits that the function returns have a gradient of their own, as large as they are."""
+    for leaving in walk.account.leaving.values():
+        if any(is_tangent(_viewed(other)) for other, _ in leaving.form.others):
+            yield (
+                "the logits are an output of the compiled function, so a gradient for them may come in, as large as "
+                "they are; return them detached, or not at all, and none is made"
+            )
+
+
 def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
     """The first refusal at each node whose operands a softmax root is in, and the verdict on each refused root."""
     roots = walk.account.softmax_roots
     result: dict[Node, Rejection] = {}
     for refusal in walk.account.refusals:
-        if refusal.roots & roots:
+        if refusal.roots & roots and not _reads_gradient(refusal.node):
             result.setdefault(refusal.node, _rejection(refusal.reason, refusal.node))
     for root, reason in verdict.refused.items():
         result.setdefault(root, _rejection(reason, root))
@@ -55,6 +73,11 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
             )
             result.setdefault(user, _rejection(reason, user))
     return result
+
+
+def _reads_gradient(node: Node) -> bool:
+    """A matmul of backward takes the gradient of the logits: that is where it is wanted in full."""
+    return node.target in MATMULS and is_backward(node)
 
 
 def too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:

@@ -14,7 +14,13 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.collectives import Merged, merge
-from fx_passes.describe import describe, rejections_of, saved_bytes, too_small
+from fx_passes.describe import (
+    describe,
+    gradients_that_come_in,
+    rejections_of,
+    saved_bytes,
+    too_small,
+)
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward
@@ -157,6 +163,7 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     gradients = {n for n in account.gradients if is_backward(n)}
     after = [node for node in graph.nodes if node in wide - gradients]
     notes = [text for root, text in account.notes.values() if root in account.softmax_roots]
+    notes += gradients_that_come_in(walk)
     return Outcome(
         fused=fused,
         # what a refused rule would have computed may not be needed in the end

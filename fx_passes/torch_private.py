@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from torch._functorch._aot_autograd.descriptors import (
+        GradAOTOutput,
         InputMutationAOTOutput,
         PlainAOTInput,
         TangentAOTInput,
@@ -30,6 +31,7 @@ __all__ = [
     "INTERFACES",
     "FakeTensorMode",
     "FloorDiv",
+    "GradAOTOutput",
     "InputMutationAOTOutput",
     "Interface",
     "PlainAOTInput",
@@ -96,6 +98,11 @@ INTERFACES = {
         "torch.utils._sympy.functions:FloorDiv",
         "symbolic sizes as nodes of the graph",
         "sympy.floor of a quotient",
+    ),
+    "GradAOTOutput": Interface(
+        "torch._functorch._aot_autograd.descriptors:GradAOTOutput",
+        "which outputs of a joint graph are gradients",
+        "fw_metadata of the TracingContext: forward's outputs come first",
     ),
     "InputMutationAOTOutput": Interface(
         "torch._functorch._aot_autograd.descriptors:InputMutationAOTOutput",

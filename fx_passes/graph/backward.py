@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOTInput
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward
+from fx_passes.torch_private import GradAOTOutput, TangentAOTInput
 
 # NOTE [What belongs to backward]
 # Torch tags what it traces: `is_forward`, then `is_backward`, and where a change of an input has to stay

@@ -183,8 +183,25 @@ class Emitter:
             pin_memory=False,
         )
 
+    def iota(self, size: SizeArg, like: Node) -> Node:
+        """[0, 1, ...], int64, on `like`'s device."""
+        return self.call(
+            prims.iota.default,
+            size,
+            start=0,
+            step=1,
+            dtype=torch.int64,
+            device=value(like).device,
+            requires_grad=False,
+        )
+
     def where(self, condition: Node, chosen: Node, other: Node) -> Node:
         return self.call(aten.where.self, condition, chosen, other)
+
+
+def is_emitted(node: Node) -> bool:
+    """Made by a pass, not by the user's program."""
+    return bool(node.meta.get("slime_fused"))
 
 
 def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:

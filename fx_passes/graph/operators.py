@@ -61,7 +61,28 @@ COMPARISONS: set[Target] = {
     aten.le.Tensor,
     aten.lt.Tensor,
 }
+REDUCTIONS: set[Target] = {
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.prod.default,
+    aten.prod.dim_int,
+}
 ALL_REDUCE: set[Target] = {c10d.all_reduce.default, c10d.wait_tensor.default}
+
+
+def is_elementwise(node: Node) -> bool:
+    """Each element of the result is computed from the elements at its place, views and copies aside."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target in CASTS | SAME_VALUE
 
 
 def is_collective(node: Node) -> bool:

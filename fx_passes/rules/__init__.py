@@ -29,6 +29,7 @@ RULES: dict[Target, Rule] = {
     aten.lift_fresh_copy.default: pointwise.same_value,  # W
     prims.convert_element_type.default: pointwise.cast,  # W; [v == i] as a number is a one-hot
     aten._to_copy.default: pointwise.cast,  # W
+    aten.copy.default: pointwise.copy,  # W, written over all of another value
     # arithmetic: coefficient by coefficient
     aten.neg.default: pointwise.neg,  # -W
     aten.add.Tensor: pointwise.plus(1.0),  # W + k U: equal exponentials, equal columns are joined

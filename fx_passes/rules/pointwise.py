@@ -40,6 +40,16 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
     return form
 
 
+def copy(c: Context, node: Node, into: Operand, written: Operand, *_: object) -> Result:
+    """What is written, in the dtype of what it is written over."""
+    if not isinstance(written, (Form, Mask)):
+        return None
+    source = node.args[1]
+    if not same_shape(shape_of(source), shape_of(node)):
+        raise Refused("a value is written over one of another shape")
+    return written if value(source).dtype is value(node).dtype else cast(c, node, written)
+
+
 def neg(c: Context, node: Node, operand: Operand) -> Result:
     return scaled(as_form(operand), Poly.number(-1.0))
 

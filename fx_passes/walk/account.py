@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from fx_passes.walk.gradient import Leaving
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -28,7 +30,7 @@ class Account:
         row_values: nodes of the user's that are a number per row: the report's label, and the root.
         softmax_roots: roots over which a softmax is taken.
         gradients: every `row_grad` that was emitted, and its root.
-        leaving: new nodes that are a full-vocabulary value where it leaves, and its root.
+        leaving: new nodes that are a full-vocabulary value where it leaves, and what it is.
         kept: nodes of the user's whose values are needed as they are.
         returned: full-vocabulary values linear in the logits that the graph returns (`logits / t`).
         doubtful: roots whose values per row are compared with full-vocabulary values that stay: numbers that are equal
@@ -41,7 +43,7 @@ class Account:
     row_values: dict[Node, tuple[str, Node]] = field(default_factory=dict)
     softmax_roots: set[Node] = field(default_factory=set)
     gradients: dict[Node, Node] = field(default_factory=dict)
-    leaving: dict[Node, Node] = field(default_factory=dict)
+    leaving: dict[Node, Leaving] = field(default_factory=dict)
     kept: set[Node] = field(default_factory=set)
     returned: set[Node] = field(default_factory=set)
     doubtful: set[Node] = field(default_factory=set)

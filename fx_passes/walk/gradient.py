@@ -5,6 +5,7 @@ Entry point: `row_grad`. The operator's arguments are described in docs/ops.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,18 +25,25 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Leaving:
-    """`node` is the value; `operators` the `row_grad`s that were emitted for it."""
+    """A value that leaves.
+
+    Attributes:
+        node: the value.
+        form: what it is.
+        operators: the `row_grad`s that were emitted for it.
+        from_softmax: computed from a softmax that forward keeps, not from the logits.
+    """
 
     node: Node
+    form: Form
     operators: tuple[Node, ...]
+    from_softmax: bool
 
 
 def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
     """The full-vocabulary value itself, in `dtype`."""
     assert form.x is not None
-    wanted = dtype
-    for other, _ in form.others:  # what is added is rounded once, after the sum
-        dtype = torch.promote_types(dtype, value(other).dtype)
+    wanted, dtype = dtype, _dtype_of_sum(form, dtype)
     order = _vocabulary_last(form)
     kept = _kept_softmax(c, form, dtype)
     x, made, form = (form.x, (), form) if kept is None else kept
@@ -56,8 +64,8 @@ def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
         node = c.emitter.call(
             aten.permute.default, node, [order.index(dim) for dim in range(len(order))]
         )
-    node = c.emitter.cast(_with_others(c, node, form, dtype), wanted)
-    return Leaving(node, (operator, *made))
+    node = with_others(c, node, form, wanted)
+    return Leaving(node, form, (operator, *made), kept is not None)
 
 
 def _vocabulary_last(form: Form) -> list[int] | None:
@@ -67,12 +75,19 @@ def _vocabulary_last(form: Form) -> list[int] | None:
     return [dim for dim in range(rank) if dim != form.vdim] + [form.vdim]
 
 
-def _with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:
+def _dtype_of_sum(form: Form, dtype: torch.dtype) -> torch.dtype:
+    """What is added is rounded once, after the sum."""
+    return functools.reduce(torch.promote_types, (value(o).dtype for o, _ in form.others), dtype)
+
+
+def with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:
+    """`node` and the form's `others`, in `dtype`."""
+    of_sum = _dtype_of_sum(form, dtype)
     for other, weight in form.others:
-        factor = c.rows.emit(weight, dtype)
+        factor = c.rows.emit(weight, of_sum)
         term = other if factor == 1 else c.emitter.call(aten.mul.Tensor, other, factor)
         node = c.emitter.call(aten.add.Tensor, node, term)
-    return node
+    return c.emitter.cast(node, dtype)
 
 
 def _kept_softmax(
@@ -128,15 +143,16 @@ class _Packer:
         """[..., K, 5]"""
         if not self.form.exps:
             return self._empty(0, 5)
-        cells = [self._cell(poly) for term in self.form.exps for poly in self._coefficients(term)]
+        cells = [
+            self._cell(poly) for t in self.form.exps for poly in coefficients(self.c, self.form, t)
+        ]
         packed = self._joined(cells)
         sizes = [*self.c.emitter.sizes(packed)[:-1], len(self.form.exps), 5]
         return self.c.emitter.reshape(packed, sizes)
 
     def affine(self) -> Node:
         """[..., 3]"""
-        e, f = self.form.e, self.form.f
-        center = ZERO if f.is_zero else _center(-e, ZERO)
+        e, f, center = self.form.e, self.form.f, affine_center(self.form)
         return self._joined([self._cell(f), self._cell(center), self._constant_part(e, f, center)])
 
     def _constant_part(self, e: Poly, f: Poly, center: Poly) -> Node:
@@ -163,13 +179,6 @@ class _Packer:
             return indices[0], weights[0]
         return self._joined(indices), self._joined(weights)
 
-    def _coefficients(self, term: Exp) -> tuple[Poly, ...]:
-        """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
-        assert self.form.x is not None
-        center = _center(term.shift, self.c.stats(self.form, term.scale).max)
-        a = self.c.statistics.centered(self.form.x, term.a + term.b * center)
-        return term.scale, center, term.shift - center, a, term.b
-
     def _sizes(self, columns: SizeArg) -> list[SizeArg]:
         sizes = list(self.lead)
         sizes[self.form.vdim] = columns
@@ -189,6 +198,19 @@ class _Packer:
         assert self.form.x is not None
         sizes = [*self.c.emitter.sizes(self._cell(ZERO))[:-1], *columns]
         return self.c.emitter.full(sizes, 0, dtype or self.dtype, self.form.x)
+
+
+def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, Poly, Poly]:
+    """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
+    assert form.x is not None
+    center = _center(term.shift, c.stats(form, term.scale).max)
+    a = c.statistics.centered(form.x, term.a + term.b * center)
+    return term.scale, center, term.shift - center, a, term.b
+
+
+def affine_center(form: Form) -> Poly:
+    """What `f x` is near to: the first part of the constant that is subtracted."""
+    return ZERO if form.f.is_zero else _center(-form.e, ZERO)
 
 
 def _center(shift: Poly, maximum: Poly) -> Poly:

@@ -36,6 +36,7 @@ from fx_passes.walk.results import (
     logits_of,
 )
 from fx_passes.walk.row_scalars import RowRule
+from fx_passes.walk.spelled_out import spell_out
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -86,6 +87,7 @@ class Walk:
             for node in nodes:
                 self.context.emitter.origin = node
                 self.context.values[node] = self._visit(node)
+            spell_out(self.context, self.account)
 
     def root(self, node: Node) -> Node | None:
         """The root of a full-vocabulary value of the user's."""
@@ -222,7 +224,7 @@ class Walk:
         self.context.emitter.origin = at
         root = self.context.roots.root_of[form.x]
         self.account.gradients.update(dict.fromkeys(leaving.operators, root))
-        self.account.leaving[leaving.node] = root
+        self.account.leaving[leaving.node] = leaving
         self.account.replacements[node] = leaving.node
 
 

@@ -214,6 +214,16 @@ def unary(target: Any) -> Case:
     return lambda m: m.call(target, m.wide())
 
 
+def copied(m: Making) -> Node:
+    written = m.one(m.wide(), m.wide(), m.row(m.wide()))
+    into = m.one(
+        m.wide(),
+        m.call(aten.full_like.default, written, 1.0),
+        m.call(aten.expand.default, written, sizes(m.wide())),
+    )
+    return m.call(aten.copy.default, into, written)
+
+
 def binary(target: Any) -> Case:
     def case(m: Making) -> Node:
         left = m.wide()
@@ -682,6 +692,7 @@ CASES: dict[Any, Case] = {
     aten.lift_fresh_copy.default: unary(aten.lift_fresh_copy.default),
     prims.convert_element_type.default: cast(prims.convert_element_type.default),
     aten._to_copy.default: cast(aten._to_copy.default),
+    aten.copy.default: copied,
     aten.neg.default: unary(aten.neg.default),
     aten.add.Tensor: binary(aten.add.Tensor),
     aten.add.Scalar: with_number(aten.add.Scalar),

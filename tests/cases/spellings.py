@@ -226,13 +226,13 @@ def temperature_reciprocal(logits: Tensor, target: Tensor, row_temperature: Tens
     return (pick(F.log_softmax(logits.float() * inverse, -1), target),)
 
 
-@spelling("log_softmax", shape=BSV, mutates=True)
+@spelling("log_softmax", shape=BSV, mutates=True, fused=1)
 def temperature_in_place(logits: Tensor, target: Tensor) -> Outputs:
     logits.div_(TEMPERATURE)
     return (pick(logits.log_softmax(-1), target),)
 
 
-@spelling("log_softmax", shape=BSV, mutates=True)
+@spelling("log_softmax", shape=BSV, mutates=True, fused=1)
 def temperature_in_place_on_slice(logits: Tensor, target: Tensor) -> Outputs:
     view = logits[:, :-1, :]
     view.div_(TEMPERATURE)
@@ -516,7 +516,7 @@ def row_loop_reinforce(logits: Tensor, target: Tensor, mask: Tensor, advantages:
     return (loss.mean(),)
 
 
-@spelling("logsumexp buffer", shape=BSV, mutates=True)
+@spelling("logsumexp buffer", shape=BSV, mutates=True, fused=1)
 def logsumexp_buffer_in_place_temperature(logits: Tensor, target: Tensor) -> Outputs:
     logits.div_(TEMPERATURE)
     picked = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1)
@@ -1503,7 +1503,7 @@ def group_policy_loss(
     return loss, mean_entropy, clipped
 
 
-@spelling("whole loss", "logsumexp per row", "entropy in chunks", shape=BSV, mutates=True)
+@spelling("whole loss", "logsumexp per row", "entropy in chunks", shape=BSV, mutates=True, fused=1)
 def model_output_to_loss(
     logits: Tensor, target: Tensor, mask: Tensor, advantages: Tensor
 ) -> Outputs:

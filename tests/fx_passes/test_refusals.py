@@ -51,6 +51,12 @@ def short(text: str, target: Any, *args: Any, **kwargs: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
+@refused("a value is written over one of another shape")
+def spread_by_a_copy(s: Scratch, x: Node) -> Any:
+    into = s.call(aten.full.default, [2, 3, VOCAB], 0.0, dtype=torch.float32, device="cpu")
+    return s.call(aten.copy.default, into, exponential(s, x))
+
+
 def exponential(s: Scratch, x: Node) -> Node:
     return s.call(aten.exp.default, x)
 
@@ -569,6 +575,7 @@ def test_every_text_is_asserted() -> None:
     missing = [
         f"{path.relative_to(_SOURCE)}:{line}: {text}"
         for path in sorted(_SOURCE.rglob("*.py"))
+        if path.name != "torch_private.py"  # says nothing of a user's graph
         for line, text in texts(path)
         if text not in UNREACHABLE and not any(_asserts(each, text) for each in asserted)
     ]

@@ -153,10 +153,12 @@ def _times(factor: Tensor, value: Tensor) -> Tensor:
 
 
 def _exponential(term: Exp, x: Tensor, row: Callable[[Poly], Tensor]) -> Tensor:
-    """exp(y - shift) * (a + b * y)"""
-    y = _times(row(term.scale), x)
+    """exp(y - shift) * (a + b * y); the shift part by part, since a large maximum would swallow what is added to it."""
+    y = exponent = _times(row(term.scale), x)
     a, b = row(term.a), row(term.b)
-    weighted = (y - row(term.shift)).exp() * (a + _times(b, y))
+    for monomial, number in term.shift.terms.items():
+        exponent = exponent - row(Poly({monomial: number}))
+    weighted = exponent.exp() * (a + _times(b, y))
     absent = ((a == 0) & (b == 0)) | (y == -torch.inf)
     return torch.where(absent, 0.0, weighted)
 

@@ -17,7 +17,9 @@ BETWEEN = {
 }  # by itemsize: how large values on the way may be, whose rounding stays
 
 
-def compare(got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Tensor) -> str:
+def compare(
+    got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Tensor, lost: Tensor
+) -> str:
     """The first difference that counts, or nothing.
 
     Args:
@@ -26,6 +28,7 @@ def compare(got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Ten
         true: the same in float64.
         usual: eager's largest error in any draw of this tensor; it counts where the magnitudes are alike.
         allowed: where a number may be finite that is not in eager code, and anything where that is NaN.
+        lost: where NaN is as good.
     """
     if not got.dtype.is_floating_point:
         same = got == plain
@@ -34,6 +37,10 @@ def compare(got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Ten
     dtype, got, plain, true = got.dtype, got.double(), plain.double(), true.double()
     fine = _alike(got, plain) | _alike(got, rounded)
     fine |= (got.isfinite() & ~plain.isfinite() | plain.isnan()) & allowed
+    fine |= got.isnan() & lost
+    fine |= (
+        plain.isinf() & true.isinf() & (plain != true)
+    )  # a rounding decides over the sign: 0 is as near
     if not fine.all():
         return (
             f"{got[~fine][0]} where eager has {plain[~fine][0]} and the truth is {true[~fine][0]}"

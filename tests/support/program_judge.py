@@ -5,9 +5,11 @@ an honest error, the same program in float64 the truth, `aot_eager_decomp_partit
 torch's own. Compared are outputs and their dtypes, gradients for upstream gradients of several kinds, and what is
 visible in the given x and y after forward and after backward.
 
-Two deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
+Three deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
 larger than the dtype, may be finite. A row whose gradient is multiplied with nothing but zeros may have the gradient 0
-where eager code has NaN for it. What else a NaN or a +inf in the logits makes of a value has to stay.
+where eager code has NaN for it. A row with +inf has no softmax: where eager code has an infinite value, NaN is as
+good (docs/ops.md), and where a part of its gradient is NaN, all of it may be. What else a NaN or a +inf in the logits
+makes of a value has to stay.
 """
 
 from __future__ import annotations
@@ -131,10 +133,11 @@ class _Eager:
             if value.shape != eager.shape or value.dtype != eager.dtype:
                 return f"{name}: {value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
             usual = max(each[name] for each in self.errors)
-            allowed = ~clean.isfinite()
+            allowed, lost = ~clean.isfinite(), clean.isfinite() & eager.isinf()
             if name.startswith("gradients"):
                 allowed |= (value == 0) & eager.isnan()
-            found = compare(value, eager, true[name], usual, allowed)
+                lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
+            found = compare(value, eager, true[name], usual, allowed, lost)
             if found:
                 return f"{name}: {found}"
         return ""

@@ -1,0 +1,159 @@
+"""Losses that are more than row statistics of one tensor: what is fused of them must not cost more than it saves.
+
+Entry point: `PROGRAMS`: a name -> a loss, whose parameters' names say what it is given (`inputs_of`).
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Program = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def inputs_of(program: Program, rows: int, vocab: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`logits` and `teacher` `[rows, vocab]`, `target` `[rows]`, `keep` bool `[rows]`, `allowed` bool `[rows, vocab]`
+    (half of all columns and each row's target), `columns` bool `[vocab]` (the first nine tenths).
+    """
+    drawn = torch.Generator().manual_seed(0)
+    target = torch.randint(0, vocab // 2, [rows], generator=drawn)
+    allowed = torch.rand([rows, vocab], generator=drawn) < 0.5
+    made = {
+        "logits": 3 * torch.randn([rows, vocab], generator=drawn).to(dtype),
+        "teacher": 3 * torch.randn([rows, vocab], generator=drawn).to(dtype),
+        "target": target,
+        "keep": torch.rand([rows], generator=drawn) < 0.8,
+        "allowed": allowed.scatter_(1, target[:, None], True),
+        "columns": torch.arange(vocab) < int(0.9 * vocab),
+    }
+    return {name: made[name] for name in inspect.signature(program).parameters}
+
+
+# -- two tensors --------------------------------------------------------------------------------------
+
+
+def kl_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Of `F.kl_div`, as LLaMA-Factory has it."""
+    return F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1).mean()
+
+
+def forward_kl(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
+    """Cross entropy with the teacher's distribution where logits are finite, as torchtune has it."""
+    probs = F.softmax(teacher, -1, dtype=torch.float32)
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    per_row = (probs * log_probs).masked_fill(logits.isinf(), 0).sum(-1)
+    return -(per_row * keep).sum() / keep.sum()
+
+
+def reverse_kl(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
+    """The student's distribution on both log-probs, as torchtune has it."""
+    probs = F.softmax(logits, -1, dtype=torch.float32)
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    of_teacher = F.log_softmax(teacher, -1, dtype=torch.float32)
+    dead = logits.isinf()
+    gained = (probs * of_teacher).masked_fill(dead, 0) - (probs * log_probs).masked_fill(dead, 0)
+    return -(gained.sum(-1) * keep).sum() / keep.sum()
+
+
+def jensen_shannon(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Generalised, from the logarithm of a mixture, as TRL's GKD has it."""
+    p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    weights = torch.tensor([0.5, 0.5], device=logits.device).log()
+    mixture = torch.logsumexp(torch.stack([p + weights[0], q + weights[1]]), 0)
+    to_p = F.kl_div(mixture, p, reduction="none", log_target=True)
+    to_q = F.kl_div(mixture, q, reduction="none", log_target=True)
+    return (0.5 * to_p + 0.5 * to_q).sum(-1).mean()
+
+
+def loss_and_reference_kl(logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    """A policy's log-prob, and the whole KL to a reference."""
+    log_probs, of_reference = logits.log_softmax(-1), teacher.log_softmax(-1)
+    kl = (log_probs.exp() * (log_probs - of_reference)).sum(-1)
+    return (0.1 * kl - log_probs.gather(-1, target[:, None])[:, 0]).mean()
+
+
+# -- masks --------------------------------------------------------------------------------------------
+
+
+def masked_loss(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    """Log-probs among each row's allowed columns (action masks)."""
+    masked = logits.masked_fill(~allowed, -math.inf)
+    return -masked.log_softmax(-1).gather(-1, target[:, None]).mean()
+
+
+def padded_vocabulary(logits: Tensor, columns: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy where the last columns are padding."""
+    return F.cross_entropy(logits.masked_fill(~columns, -math.inf), target)
+
+
+def masked_softmax_returned(logits: Tensor, allowed: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The loss and the whole distribution."""
+    probs = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+    return -(probs.gather(-1, target[:, None]) + 1e-6).log().mean(), probs.detach()
+
+
+def top_p_log_probs(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    """Log-prob within the kept columns and entropy over all, as slime's top-p replay has it."""
+    kept = logits.masked_fill(~allowed, -math.inf)
+    log_prob = kept.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    log_p = logits.log_softmax(-1)
+    return (-log_prob + 0.01 * (log_p.exp() * log_p).sum(-1)).mean()
+
+
+def top_k_within(logits: Tensor, target: Tensor) -> Tensor:
+    """Log-probs among the 50 largest logits of each row."""
+    least = logits.topk(50, -1).values[:, -1:].detach()
+    kept = logits.masked_fill(logits < least, -math.inf).log_softmax(-1)
+    return -kept.gather(-1, target[:, None]).clamp(min=-20.0).mean()
+
+
+# -- guards and weights -------------------------------------------------------------------------------
+
+
+def entropy_of_clamped(logits: Tensor) -> Tensor:
+    """Of probabilities from below, as palm-rlhf has it."""
+    probs = logits.softmax(-1)
+    return -(probs * probs.clamp(min=1e-20).log()).sum(-1).mean()
+
+
+def weighted_columns(logits: Tensor, target: Tensor, teacher: Tensor) -> Tensor:
+    """A cross entropy and an expected value of another tensor under the policy."""
+    probs = logits.softmax(-1)
+    return F.cross_entropy(logits, target) - (probs * teacher).sum(-1).mean()
+
+
+def poly_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy plus one minus the target's probability (Open-Assistant)."""
+    probability = logits.softmax(-1).gather(-1, target[:, None])[:, 0]
+    return (F.cross_entropy(logits, target, reduction="none") + (1 - probability)).mean()
+
+
+def focal_on_all(logits: Tensor, target: Tensor) -> Tensor:
+    """A focal loss over the whole row: powers of probabilities, which no row statistic has."""
+    log_p = logits.log_softmax(-1)
+    focal = (1 - log_p.exp()) ** 2 * log_p
+    return -focal.gather(-1, target[:, None]).mean() - 0.01 * focal.mean()
+
+
+PROGRAMS: dict[str, Program] = {
+    function.__name__: function
+    for function in (
+        kl_distillation,
+        forward_kl,
+        reverse_kl,
+        jensen_shannon,
+        loss_and_reference_kl,
+        masked_loss,
+        padded_vocabulary,
+        masked_softmax_returned,
+        top_p_log_probs,
+        top_k_within,
+        entropy_of_clamped,
+        weighted_columns,
+        poly_loss,
+        focal_on_all,
+    )
+}

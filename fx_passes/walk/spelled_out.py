@@ -1,0 +1,187 @@
+"""A full-vocabulary value that the user's own code goes on with: plain arithmetic instead of `row_grad`.
+
+Entry point: `spell_out`, once a walk is over and all readers are known.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.forms import Exp, Form, OneHot
+from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.graph.facts import rank_of, same, shape_of, value
+from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise
+from fx_passes.graph.order import computed
+from fx_passes.walk.account import Account
+from fx_passes.walk.columns import index_node
+from fx_passes.walk.context import Context
+from fx_passes.walk.gradient import Leaving, affine_center, coefficients, with_others
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_ABSORBING = REDUCTIONS | {
+    aten.cat.default
+}  # `cat` is written piece by piece, each as it is computed
+_MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
+
+# NOTE [Who reads a value decides how it is computed]
+# `row_grad` is a kernel of its own: what it makes is stored. That is right for a value that is stored anyway: one that
+# the graph returns, that a matmul reads, that takes the logits' place. A value that only element-wise operators and
+# reductions read would not be stored, had the user's code stayed as it was: the compiler computes it where it is
+# needed. There the same coefficients are spelled out in the graph, for the compiler to do just that; a partial rewrite
+# stores nothing that the user's own code did not.
+
+
+def spell_out(c: Context, account: Account) -> None:
+    """Arithmetic in place of each `row_grad` whose value nobody needs in memory."""
+    replaced = {new: old for old, new in account.replacements.items() if new in account.leaving}
+    live = computed(c.emitter.graph, account.replacements)
+    for new, leaving in list(account.leaving.items()):
+        old, form = replaced[new], leaving.form
+        absorbed = bool(form.others) or _only_absorbed([old, new], live)
+        if new in live and absorbed and not leaving.from_softmax and _few_columns(form):
+            _replace(c, account, old, leaving)
+
+
+def _replace(c: Context, account: Account, old: Node, leaving: Leaving) -> None:
+    form, new = leaving.form, leaving.node
+    at, c.emitter.origin = c.emitter.origin, old
+    spelled = arithmetic(c, form, value(new).dtype)
+    c.emitter.origin = at
+    del account.leaving[new]
+    account.leaving[spelled] = replace(leaving, node=spelled, operators=())
+    account.replacements[old] = spelled
+    new.replace_all_uses_with(spelled)
+
+
+def arithmetic(c: Context, form: Form, dtype: torch.dtype) -> Node:
+    """The full-vocabulary value itself, in `dtype`, as `gradient.row_grad` gives it."""
+    return with_others(c, _Arithmetic(c, form).total(), form, dtype)
+
+
+def _few_columns(form: Form) -> bool:
+    counts = (shape_of(index)[form.vdim] for hot in form.hots for index in hot.index)
+    return all(isinstance(count, int) and count <= _MOST_COLUMNS for count in counts)
+
+
+def _only_absorbed(nodes: list[Node], live: set[Node]) -> bool:
+    """Whether no reader needs the value in memory; views are looked through."""
+    waiting = [user for node in nodes for user in node.users if user in live]
+    seen = set(waiting)
+    while waiting:
+        reader = waiting.pop()
+        if reader.target in VIEWS:
+            new = {user for user in reader.users if user in live} - seen
+            seen |= new
+            waiting += new
+        elif not _absorbs(reader, nodes[0]):
+            return False
+    return True
+
+
+def _absorbs(reader: Node, node: Node) -> bool:
+    """Element-wise, joined piece by piece, or reduced to numbers per row (a sum over rows is a bias's gradient)."""
+    if reader.target in REDUCTIONS:
+        return rank_of(reader) == 0 or not same(shape_of(reader)[-1], shape_of(node)[-1])
+    return reader.target is aten.cat.default or is_elementwise(reader)
+
+
+class _Arithmetic:
+    """A form as element-wise nodes, by the contract of `row_grad` (docs/ops.md): a zero factor does not look at x."""
+
+    def __init__(self, c: Context, form: Form) -> None:
+        assert form.x is not None
+        self.c, self.form, self.call = c, form, c.emitter.call
+        self.dtype = compute_dtype(form.x)
+        self.x = c.emitter.cast(form.x, self.dtype)
+        self.zero = self._tensor(ZERO)
+
+    def total(self) -> Node:
+        """The sum of all terms in the compute dtype, `others` aside."""
+        parts = [self._affine(), *map(self._exponential, self.form.exps)]
+        for hot in self.form.hots:
+            parts += self._columns(hot)
+        parts = [part for part in parts if part is not self.zero] or parts[:1]
+        total = functools.reduce(functools.partial(self.call, aten.add.Tensor), parts)
+        return self.c.emitter.expand(total, self.c.all_sizes(self.form))
+
+    def _affine(self) -> Node:
+        """f x - center + (e + center)"""
+        e, f = self.form.e, self.form.f
+        if f.is_zero:
+            return self._tensor(e)
+        center = affine_center(self.form)
+        beside = self._plus(self._plus(self._times(self.x, f), -center), e + center)
+        return self._where_any([f], beside, self._tensor(e))
+
+    def _exponential(self, term: Exp) -> Node:
+        """exp(z - shift) (a + b z) with z = scale x - center; 0 where z is -inf, unless the row has no softmax."""
+        scale, center, shift, a, b = coefficients(self.c, self.form, term)
+        y = self._where_any([scale], self._times(self.x, scale), self.zero)
+        z = self._plus(y, -center)
+        probability = self.call(aten.exp.default, self._plus(z, -shift))
+        if b.is_zero:
+            weighted = self._times(probability, a)
+        else:
+            weighted = self.call(aten.mul.Tensor, probability, self._plus(self._times(z, b), a))
+        null = self.call(aten.eq.Scalar, z, -math.inf)
+        if shift.as_number() is None:
+            summed = self._tensor(shift)  # NaN in a row with +inf
+            known = self.call(aten.eq.Tensor, summed, summed)
+            null = self.call(aten.logical_and.default, null, known)
+        return self._where_any([a, b], self.c.emitter.where(null, self.zero, weighted), self.zero)
+
+    def _columns(self, hot: OneHot) -> Iterator[Node]:
+        """The weight where the column is an index of the row's."""
+        index, vdim = index_node(self.c, hot.index), self.form.vdim
+        size = self.c.size_of(self.form, vdim)
+        trailing = len(self.form.shape) - vdim - 1
+        columns = self.c.emitter.reshape(self.c.emitter.iota(size, index), [size] + [1] * trailing)
+        weight = self._tensor(hot.weight)
+        for at in range(shape_of(index)[vdim]):
+            pick = functools.partial(self._at, vdim=vdim, at=at)
+            hit = self.call(aten.eq.Tensor, columns, pick(index))
+            yield self.c.emitter.where(hit, pick(weight), self.zero)
+
+    def _at(self, node: Node, vdim: int, at: int) -> Node:
+        """One column of several."""
+        several = rank_of(node) and not same(shape_of(node)[vdim], 1)
+        return self.call(aten.slice.Tensor, node, vdim, at, at + 1) if several else node
+
+    # -- arithmetic with coefficients ------------------------------------------------------------
+
+    def _tensor(self, poly: Poly) -> Node:
+        return self.c.rows.emit_node(poly, self.dtype, self.x)
+
+    def _number_or_node(self, poly: Poly) -> Node | float:
+        return self.c.rows.emit(poly, self.dtype)
+
+    def _plus(self, node: Node, poly: Poly) -> Node:
+        return (
+            node if poly.is_zero else self.call(aten.add.Tensor, node, self._number_or_node(poly))
+        )
+
+    def _times(self, node: Node, poly: Poly) -> Node:
+        return node if poly == ONE else self.call(aten.mul.Tensor, node, self._number_or_node(poly))
+
+    def _where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
+        """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""
+        if any(factor.as_number() for factor in factors):
+            return node
+        off = [
+            self.call(aten.eq.Scalar, self._tensor(factor), 0)
+            for factor in factors
+            if not factor.is_zero
+        ]
+        if not off:
+            return otherwise
+        off_row = functools.reduce(functools.partial(self.call, aten.logical_and.default), off)
+        return self.c.emitter.where(off_row, otherwise, node)

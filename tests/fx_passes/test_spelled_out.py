@@ -1,0 +1,164 @@
+"""Values that the user's code goes on with are arithmetic in the graph, not `row_grad`s that store them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+import slime_compile
+from bench.cases.partial import PROGRAMS, inputs_of
+from slime_compile.backend import inductor, interpreted, passes
+from tests.support import harness
+
+STORED = {
+    "kl_distillation": 0,
+    "forward_kl": 0,
+    "reverse_kl": 0,
+    "jensen_shannon": 0,
+    "loss_and_reference_kl": 0,
+    "masked_loss": 0,  # backward puts the mask over the gradient
+    "padded_vocabulary": 0,
+    "masked_softmax_returned": 1,  # what is returned
+    "top_p_log_probs": 0,
+    "weighted_columns": 0,
+    "poly_loss": 1,  # nothing but the gradient: fused entirely
+}
+"""How many `row_grad`s are left of each program."""
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs after the passes."""
+    found: list[Graph] = []
+    run = passes.run_fuse
+
+    def spy(graph: Graph, *args: Any) -> None:
+        run(graph, *args)
+        found.append(graph)
+
+    for caller in (interpreted, inductor):
+        monkeypatch.setattr(caller, "run_fuse", spy)
+    return found
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(
+        function, backend="slime_fused", options=harness.OPTIONS | options
+    )
+    return made
+
+
+def outcome(function: Callable[..., Any], given: dict[str, Tensor]) -> list[Tensor]:
+    """Loss and gradient of the logits."""
+    leaf = given["logits"].detach().clone().requires_grad_()
+    found = function(**given | {"logits": leaf})
+    loss = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    assert leaf.grad is not None
+    return [loss.detach(), leaf.grad]
+
+
+def row_grads(graph: Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", STORED)
+def test_what_is_stored(name: str, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    program = PROGRAMS[name]
+    given = inputs_of(program, 6, 40, dtype)
+    got = outcome(compiled(program), given)
+    assert sum(map(row_grads, graphs)) == STORED[name]
+    exact = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    eps = torch.finfo(dtype).eps
+    for mine, eager, true in zip(
+        got, outcome(program, given), outcome(program, exact), strict=True
+    ):
+        usual = (eager.double() - true).abs().max()
+        assert (mine.double() - true).abs().max() <= 2 * usual + 8 * eps * true.abs().max()
+
+
+def test_a_value_that_is_stored_anyway_stays_one_operator(graphs: list[Graph]) -> None:
+    """A matmul reads the softmax, beside a comparison: it is made once."""
+
+    def fn(logits: Tensor, values: Tensor) -> Tensor:
+        probs = logits.softmax(-1)
+        return (probs @ values).sum(-1) + (probs > 0.5).sum(-1) + logits.logsumexp(-1)
+
+    compiled(fn)(torch.randn(6, 40), torch.randn(40, 3))
+    assert row_grads(graphs[-1]) == 1
+
+
+def test_a_saved_softmax_stays() -> None:
+    """save="softmax": backward reads what forward has stored, whatever follows."""
+
+    def fn(logits: Tensor) -> Tensor:
+        return (logits.logsumexp(-1) + (2 * logits).tanh().sum(-1)).sum()
+
+    given = {"logits": torch.randn(6, 40)}
+    got = outcome(compiled(fn, save="softmax"), given)
+    for mine, eager in zip(got, outcome(fn, given), strict=True):
+        torch.testing.assert_close(mine, eager)
+
+
+def test_several_columns(graphs: list[Graph]) -> None:
+    """Up to four comparisons for each element; more are one `row_grad`."""
+
+    def fn(logits: Tensor, columns: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        return (log_probs.gather(-1, columns).sum(-1) + logits.sin().sum(-1)).sum()
+
+    for count, stored in ((3, 0), (6, 1)):
+        torch._dynamo.reset()
+        columns = torch.randint(0, 40, [6, count])
+        given = {"logits": torch.randn(6, 40), "columns": columns}
+        got = outcome(compiled(fn), given)
+        assert row_grads(graphs[-1]) == stored
+        for mine, eager in zip(got, outcome(fn, given), strict=True):
+            torch.testing.assert_close(mine, eager)
+
+
+def test_rows_that_the_loss_leaves_out(graphs: list[Graph]) -> None:
+    """NaN in a row that a factor of zero takes out stays out, as in `row_grad`."""
+
+    def fn(logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+        chosen = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+        bounded = torch.where(keep[:, None], logits, 0.0).sin().sum(-1)
+        return torch.where(keep, chosen + bounded, 0.0).sum()
+
+    logits = torch.randn(6, 40)
+    logits[2] = torch.nan
+    keep = torch.tensor([True, True, False, True, True, True])
+    given = {"logits": logits, "target": torch.randint(0, 40, [6]), "keep": keep}
+    loss, grad = outcome(compiled(fn), given)
+    assert row_grads(graphs[-1]) == 0
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+    rest = keep.nonzero()[:, 0]
+    eager = outcome(
+        fn, {"logits": logits[rest], "target": given["target"][rest], "keep": keep[rest]}
+    )
+    torch.testing.assert_close(grad[rest], eager[1])
+
+
+def test_the_report_says_so() -> None:
+    program = PROGRAMS["weighted_columns"]
+    outcome(compiled(program), inputs_of(program, 6, 40, torch.float32))
+    assert "gradient, as arithmetic" in str(slime_compile.reports()[-1])
+
+
+def test_logits_that_are_returned_are_told() -> None:
+    def fn(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = logits / 0.7
+        return torch.nn.functional.cross_entropy(scaled, target), scaled
+
+    given = {"logits": torch.randn(6, 40), "target": torch.randint(0, 40, [6])}
+    got = outcome(compiled(fn), given)
+    for mine, eager in zip(got, outcome(fn, given), strict=True):
+        torch.testing.assert_close(mine, eager)
+    assert "the logits are an output of the compiled function" in str(slime_compile.reports()[-1])
