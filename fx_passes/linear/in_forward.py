@@ -37,7 +37,6 @@ from fx_passes.graph.operators import CASTS, RESHAPES, TURNS
 from fx_passes.graph.order import ancestors
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.readers import descendants
-from fx_passes.torch_private import TangentAOTInput
 
 aten = torch.ops.aten
 prims = torch.ops.prims
