@@ -23,7 +23,7 @@ from fx_passes.describe import (
 )
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
-from fx_passes.graph.facts import is_backward
+from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.order import computed, tidy
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
@@ -66,7 +66,8 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
     outcome = _fuse(trial, config, fake_mode)
     if not outcome.fused:
         return outcome
-    reason = mismatch(graph, trial, graph.owning_module or torch.nn.Module())
+    module = graph.owning_module or torch.nn.Module()
+    reason = mismatch(graph, trial, module, outcome.rounded_to)
     if reason is None:
         return _fuse(graph, config, fake_mode)
     return Outcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
@@ -162,8 +163,8 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     wide |= {n for n in graph.nodes if n in account.gradients or _is_wide_copy(walk, n)}
     gradients = {n for n in account.gradients if is_backward(n)}
     after = [node for node in graph.nodes if node in wide - gradients]
-    notes = [text for root, text in account.notes.values() if root in account.softmax_roots]
-    notes += gradients_that_come_in(walk)
+    noted = {n: text for n, (root, text) in account.notes.items() if root in account.softmax_roots}
+    rounded = [value(node).dtype for node in noted]
     return Outcome(
         fused=fused,
         # what a refused rule would have computed may not be needed in the end
@@ -174,7 +175,8 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
         saved_bytes_after=saved_bytes(graph, wide),
         collectives_before=merged.before,
         collectives_after=merged.after,
-        notes=tuple(dict.fromkeys(notes)) + merged.notes,
+        notes=tuple(dict.fromkeys([*noted.values(), *gradients_that_come_in(walk)])) + merged.notes,
+        rounded_to=min(rounded, key=lambda dtype: torch.finfo(dtype).bits, default=None),
     )
 
 

@@ -56,7 +56,8 @@ class Outcome:
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
     `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps; `collectives_*` count the functional
-    collectives of the graph; `chunked_heads` the matmuls whose logits are never whole.
+    collectives of the graph; `chunked_heads` the matmuls whose logits are never whole; `rounded_to` is the narrowest
+    dtype that the program rounds full-vocabulary values to and the rewrite does not (the notes tell where).
     """
 
     fused: tuple[Fused, ...] = ()
@@ -69,3 +70,4 @@ class Outcome:
     collectives_after: int = 0
     chunked_heads: int = 0
     notes: tuple[str, ...] = ()
+    rounded_to: torch.dtype | None = None

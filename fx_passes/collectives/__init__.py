@@ -27,6 +27,7 @@ from fx_passes.collectives.replay import Replay
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_backward, ranks_of, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
+from fx_passes.graph.order import sort
 from fx_passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ def merge(
     if before and enabled:
         for group in dict.fromkeys(each.group for each in _all_reduces(graph)):
             if isinstance(group, str):
+                sort(graph)  # the group before may have put results behind their readers
                 notes += _merge_group(graph, fake_mode, is_wide, group)
     return Merged(before, _count(graph), tuple(dict.fromkeys(notes)))
 
