@@ -185,6 +185,8 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     graph, roots = walk.graph, walk.account.softmax_roots
     for old, new in walk.account.replacements.items():
         old.replace_all_uses_with(new, delete_user_cb=functools.partial(operator.is_not, new))
+    for copy in walk.account.unchanged:
+        graph.erase_node(copy)
     tidy(graph)
 
     def is_wide(node: Node) -> bool:

@@ -133,7 +133,7 @@ def _check_layout(x: Node, node: Node) -> None:
     if _same(old.stride(), new.stride()):
         return
     leaves_only = all(user.op == "output" for user in node.users)
-    if not (leaves_only and _non_overlapping(old)):
+    if not (leaves_only and non_overlapping(old)):
         raise _Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
 
 
@@ -141,7 +141,7 @@ def _same(left: Sequence[Size], right: Sequence[Size]) -> bool:
     return all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
 
 
-def _non_overlapping(logits: torch.Tensor) -> bool:
+def non_overlapping(logits: torch.Tensor) -> bool:
     """Every element has a place of its own, as far as the strides say for certain."""
     extent: Size = 1
     dims = [(d, s) for d, s in zip(logits.stride(), logits.shape, strict=True)]
@@ -158,7 +158,7 @@ def _non_overlapping(logits: torch.Tensor) -> bool:
 # came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by `row_grad_` alone.
 
 
-def _is_kernel(node: Node) -> bool:
+def is_kernel(node: Node) -> bool:
     target = node.target
     own = isinstance(target, torch._ops.OpOverload) and target.namespace == "slime_fused"
     return own or target in MATMULS
@@ -177,7 +177,7 @@ def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
                 continue
             if order[user] > order[node]:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
-            if not _is_kernel(user) and not descendants(user, node) <= before:
+            if not is_kernel(user) and not descendants(user, node) <= before:
                 raise _Refused(
                     f"the logits are read at {source_of(user) or user.name}, for later use"
                 )

@@ -542,7 +542,7 @@ MUTANTS = [
         ),
         (
             "overlapping logits are overwritten", "inplace.py", "test_inplace.py",
-            "    if not (leaves_only and _non_overlapping(old)):",
+            "    if not (leaves_only and non_overlapping(old)):",
             "    if not leaves_only:",
         ),
         (
@@ -577,7 +577,7 @@ MUTANTS = [
         ),
         (
             "an element-wise reader is a kernel", "inplace.py", "test_inplace.py",
-            "            if not _is_kernel(user) and not descendants(user, node) <= before:",
+            "            if not is_kernel(user) and not descendants(user, node) <= before:",
             "            if False:",
         ),
         (

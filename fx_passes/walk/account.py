@@ -33,6 +33,7 @@ class Account:
         leaving: new nodes that are a full-vocabulary value where it leaves, and what it is.
         kept: nodes of the user's whose values are needed as they are.
         returned: full-vocabulary values linear in the logits that the graph returns (`logits / t`).
+        unchanged: copies over logits of what they hold already.
         doubtful: roots whose values per row are compared with full-vocabulary values that stay: numbers that are equal
             in the user's program would be rounded differently.
         refusals: what rules refused, in the order of the graph.
@@ -46,6 +47,7 @@ class Account:
     leaving: dict[Node, Leaving] = field(default_factory=dict)
     kept: set[Node] = field(default_factory=set)
     returned: set[Node] = field(default_factory=set)
+    unchanged: list[Node] = field(default_factory=list)
     doubtful: set[Node] = field(default_factory=set)
     refusals: list[Refusal] = field(default_factory=list)
     notes: dict[Node, tuple[Node, str]] = field(default_factory=dict)

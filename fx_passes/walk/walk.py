@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.graph.changes import Changes
-from fx_passes.graph.facts import value
+from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
@@ -98,6 +98,8 @@ class Walk:
     # -- visiting --------------------------------------------------------------------------------
 
     def _visit(self, node: Node) -> Result:
+        if node.target is aten.copy_.default and self._put_back(node):
+            return node
         if node.op == "output" or node.target is aten.copy_.default:
             self._return(node)
             return node
@@ -198,6 +200,21 @@ class Walk:
             if isinstance(meaning, Form) and meaning.is_affine and not meaning.f.is_zero:
                 self.account.returned.add(arg)
         self._keep_operands(output)
+
+    def _put_back(self, copy: Node) -> bool:
+        """What backward copies over logits and is linear in them; False for any other copy.
+
+        Nothing, where it is what they hold already (verl's entropy subtracts, and adds again).
+        """
+        into, copied = copy.args[:2]
+        form = self.context.values.get(copied)  # type: ignore[arg-type]
+        if not (isinstance(form, Form) and form.x is into and is_backward(copy)) or copy.users:
+            return False
+        if form.is_identity:
+            self.account.unchanged.append(copy)
+        elif form.is_affine and value(into).dtype == value(copied).dtype:
+            self._leave(copied, form)  # type: ignore[arg-type]
+        return form.is_affine
 
     def _keep_operands(self, node: Node) -> None:
         for arg in node.all_input_nodes:

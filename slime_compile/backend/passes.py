@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 import fx_passes
 from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.copies import write_copies
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
@@ -131,6 +132,7 @@ def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Reco
     """The in-place pass over a backward graph."""
 
     def edit() -> None:
+        write_copies(graph)
         consume = options.consume_logits and functorch_config.donated_buffer
         decisions = inplace.inplace(graph, donated, consume)
         record.place([Placement(d.source, d.in_place, d.reason) for d in decisions])
