@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.algebra.forms import Form
 from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
@@ -164,7 +165,7 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     gradients = {n for n in account.gradients if is_backward(n)}
     after = [node for node in graph.nodes if node in wide - gradients]
     noted = {n: text for n, (root, text) in account.notes.items() if root in account.softmax_roots}
-    rounded = [value(node).dtype for node in noted]
+    rounded = [value(node).dtype for node in (*noted, *_rounded(walk))]
     return Outcome(
         fused=fused,
         # what a refused rule would have computed may not be needed in the end
@@ -178,6 +179,15 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
         notes=tuple(dict.fromkeys([*noted.values(), *gradients_that_come_in(walk)])) + merged.notes,
         rounded_to=min(rounded, key=lambda dtype: torch.finfo(dtype).bits, default=None),
     )
+
+
+def _rounded(walk: Walk) -> list[Node]:
+    """Multiples of logits that the program computes, and rounds, in half precision; the rewrite computes in float32."""
+    values = walk.context.values.items()
+    linear = [
+        n for n, form in values if isinstance(form, Form) and form.is_affine and not form.is_row
+    ]
+    return [n for n in linear if n.op == "call_function" and value(n).dtype.itemsize < 4]
 
 
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:

@@ -246,6 +246,30 @@ def test_value_gradient_and_change_are_eagers(
             _check(fn, VOCAB, dtype, False, {**harness.OPTIONS, **options})
 
 
+def _twice(loss: Tensor, leaf: Tensor) -> None:
+    for _ in range(2):
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+
+
+@pytest.mark.parametrize("fn", [cross_entropy_in_place, changed_in_backward])
+def test_what_eager_refuses_is_refused(fn: Callable[..., Tensor]) -> None:
+    """Logits that are changed again before backward, and backward twice, where it reads what it has changed."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="slime_fused", options=dict(harness.OPTIONS))
+    target = torch.arange(ROWS)
+    for each in (fn, compiled):
+        leaf = torch.linspace(-2, 2, ROWS * VOCAB).view(ROWS, VOCAB).requires_grad_()
+        given = leaf * 1
+        loss = each(given, target).sum()
+        with torch.no_grad():
+            given.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, leaf)
+        loss = each(leaf * 1, target).sum()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|donated buffer"):
+            _twice(loss, leaf)
+
+
 def test_a_confident_row_keeps_its_gradient() -> None:
     """p - 1 of a probability near 1: what is left in bfloat16 logits is rounded to 1, the program's own p is not."""
     leaf = torch.zeros(ROWS, VOCAB, dtype=torch.bfloat16)

@@ -61,7 +61,8 @@ def _quick() -> list[Row]:
         dtype, ranks = DTYPES[handed != "given" and at % 2], 1 + at // 2 % 2
         inner = INNERS[loss == "megatron" and handed == "given"]
         rows.append(Row(loss, handed, dtype, ranks, option, inner))
-    return rows
+    # a product of bfloat16 logits is rounded, which verifying has to allow for
+    return [*rows, Row("megatron", "made", torch.bfloat16, 1, "verify", "aot_eager")]
 
 
 QUICK = _quick()
@@ -135,9 +136,9 @@ def check(row: Row, found: list[dict[str, Any]]) -> None:
     upstream = torch.linspace(0.5, 1.5, TOKENS, dtype=torch.float64)
     (grad,) = torch.autograd.grad((value * upstream).sum(), leaf)
     for rank, each in enumerate(found):
-        (report,) = each["reports"]
-        assert report["fused"] >= 2, report
-        assert report["wide_after"] <= 1, report
+        reports = each["reports"]  # one, or with dynamic sizes another of the sizes alone
+        assert sum(report["fused"] for report in reports) >= 2, reports
+        assert sum(report["wide_after"] for report in reports) <= 1, reports
         truth = {"value": value.detach(), "gradient": grad.chunk(row.ranks, -1)[rank]}
         for what, got in each["got"].items():
             if what == "left by backward" and row.option == "consume":
