@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.aliases import Aliases, written_inputs
 from fx_passes.graph.backward import is_joint
 from fx_passes.graph.facts import is_backward
+from fx_passes.torch_private import InputMutationAOTOutput
 
 # NOTE [Logits that the graph changes]
 # A joint graph is functional: a change of an input in place is a new value that is copied over the input at the end of
