@@ -27,7 +27,7 @@ from fx_passes.torch_private import InputMutationAOTOutput
 #     the same, if backward does,       and whatever shares its memory: is no root. The first value that is made of
 #     or if it has aliases,             it is, and that one is nobody else's (`Changes.never`)
 #     or if torch copies after forward
-#     one that backward alone changes   may be read everywhere: the copy is the last thing that backward does
+#     one that backward alone changes   the same: the partitioner puts what it computes again in backward after the copy
 #
 # That a read comes before the copy is a matter of order: NOTE [Who reads an input reads it before it is written].
 # An inference graph is forward alone and reads its inputs before the copy.
@@ -70,6 +70,7 @@ def changes_of(graph: Graph) -> Changes:
             for written in written_inputs(node):
                 writes.setdefault(written, []).append(node)
     outside = _changed_outside(graph)
+    outside |= {n for each in graph.nodes for n in written_inputs(each) if n not in writes}
     left, never = {}, {alias for node in outside for alias in aliases.of(node)}
     for written in writes:
         memory = frozenset(aliases.of(written))
