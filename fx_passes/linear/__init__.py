@@ -5,6 +5,7 @@
     readers      who reads the logits, through which moves of rows
     gradients    where the gradient of the logits goes
     softcap      logits that tanh bounds
+    pieces       programs that cut the rows themselves
     rewrite      the new operators in the place of the old nodes
     chunks       how large a chunk is
 
@@ -22,13 +23,14 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import changed_inputs
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import byte_count, shape_of, value
+from fx_passes.graph.facts import byte_count, shape_of
 from fx_passes.graph.order import tidy
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear.chunks import SHARE, Sizes, beside_softcap
+from fx_passes.linear.chunks import SHARE, Sizes
 from fx_passes.linear.gradients import Products, products_of
 from fx_passes.linear.head import Head, Refused, head_of, is_head, made_of
 from fx_passes.linear.in_forward import NotInForward
+from fx_passes.linear.pieces import pieces_of, sizes_of
 from fx_passes.linear.readers import (
     Readers,
     descendants,
@@ -46,9 +48,6 @@ __all__ = ["Chunked", "LinearOutcome", "linear"]
 
 fused = torch.ops.slime_fused
 
-ROWS_UNKNOWN = 1 << 16  # what a symbolic number of rows counts as: the next call may have so many
-
-
 InForward = Literal["auto", "always", "never"]
 
 
@@ -64,6 +63,7 @@ class Chunked:
             where no gradient is made.
         waits: why the gradient waits for backward; nothing where it is taken in forward, or not made.
         softcap: what bounds them, if anything does.
+        piece: the program cuts the rows itself; this is one chunk of them.
         saved_bytes: of logits that backward would have read.
         nodes: targets and lines of the user's nodes that are gone.
     """
@@ -75,6 +75,7 @@ class Chunked:
     backward: tuple[int, int] | None
     waits: str
     softcap: float | None
+    piece: bool
     saved_bytes: int
     nodes: tuple[tuple[str, str], ...]
 
@@ -82,6 +83,8 @@ class Chunked:
         shape = f"[{', '.join(map(str, self.shape))}]"
         where = f" at {self.source}" if self.source else ""
         capped = "" if self.softcap is None else f", with a softcap of {self.softcap:g},"
+        if self.piece:
+            return f"the logits {shape}{where}{capped} are a piece of all: made again in backward, not kept"
         said = f"the logits {shape}{where}{capped} are never whole: chunks of {_by(self.forward)}"
         if self.backward is None:
             return said
@@ -108,7 +111,7 @@ class LinearOutcome:
             rejections=(*kept, *self.rejections),
             saved_bytes_after=max(outcome.saved_bytes_after - saved, 0),
             chunked_heads=len(self.chunked),
-            notes=(*outcome.notes, *(str(each) for each in self.chunked)),
+            notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.chunked)),
         )
 
 
@@ -163,11 +166,14 @@ def linear(graph: Graph, config: LinearConfig) -> LinearOutcome:
 def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome:
     chunked: list[Chunked] = []
     rejections = _made_otherwise(graph, config.chunk_bytes)
-    for node in [n for n in graph.nodes if is_head(n) and has_statistics(n)]:
+    heads = [n for n in graph.nodes if is_head(n) and has_statistics(n)]
+    pieces = pieces_of(heads, config.chunk_bytes)
+    rejections += pieces.left
+    for node in heads:
         emit = Emitter(graph, fake_mode)
         with graph.inserting_before(graph.output_node()):
             try:
-                told = _rewritten(graph, node, emit, config)
+                told = _rewritten(graph, node, emit, config, node in pieces.kept)
             except Refused as refused:
                 emit.discard()
                 rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
@@ -179,14 +185,16 @@ def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome
     return LinearOutcome(tuple(chunked), tuple(rejections))
 
 
-def _rewritten(graph: Graph, node: Node, emit: Emitter, config: LinearConfig) -> Chunked | None:
-    """The rewrite of one matmul, done; None where its logits are no more than a chunk.
+def _rewritten(
+    graph: Graph, node: Node, emit: Emitter, config: LinearConfig, piece: bool
+) -> Chunked | None:
+    """The rewrite of one matmul, done; None where its logits are no more than a chunk, and no `piece` of more.
 
     Raises:
         Refused: before anything is edited.
     """
     sizes = sizes_of(node, config.chunk_bytes)
-    if sizes.whole:
+    if sizes.whole and not piece:
         return None
     softcap = made_of(node)[1]
     readers = readers_of(node, capped=softcap is not None)
@@ -198,9 +206,9 @@ def _rewritten(graph: Graph, node: Node, emit: Emitter, config: LinearConfig) ->
     _check_unchanged(graph, head)
     products = {grad: _products(grad, head, readers.derivative, emit) for grad in readers.grads}
     rewrite = Rewrite(emit, head, config.chunk_bytes)
-    waits = _emit(rewrite, readers, products, sizes, config)
+    waits = _emit(rewrite, readers, products, sizes, config, piece)
     rewrite.sizes(readers.sizes)
-    told = _told(head, [*readers.derivative], products, sizes, waits)
+    told = _told(head, [*readers.derivative], products, sizes, waits, piece)
     rewrite.commit()
     return told
 
@@ -211,12 +219,15 @@ def _emit(
     products: dict[Node, Products],
     sizes: Sizes,
     config: LinearConfig,
+    piece: bool,
 ) -> str:
     """Makes the new nodes; why the gradient waits for backward, or nothing if none does."""
     if not products:
         rewrite.forward(readers)
         return ""
     try:
+        if piece:
+            raise NotInForward("each piece would keep a gradient of the weight")
         grad, found = _single(products)
         rewrite.both(readers, grad, found)
         _check_pays(rewrite.head, found, sizes, config)
@@ -263,21 +274,6 @@ def _products(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> P
     return products_of(grad, head, derivative, emit)
 
 
-def sizes_of(node: Node, chunk_bytes: int) -> Sizes:
-    """Sizes of logits; a symbolic number of rows counts as many, a symbolic vocabulary by its hint."""
-    *lead, vocab = shape_of(node)
-    rows = 1
-    for size in lead:
-        rows *= size if isinstance(size, int) else ROWS_UNKNOWN
-    columns = vocab if isinstance(vocab, int) else int(vocab.node.hint or 0)
-    item, beside = value(node).dtype.itemsize, 0
-    if is_head(node):
-        made, softcap = made_of(node)
-        item = value(made).dtype.itemsize
-        beside = 0 if softcap is None else beside_softcap(item, softcap.dtype.itemsize)
-    return Sizes(rows, max(columns, 1), item, chunk_bytes, beside)
-
-
 def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
     """Logits that the graph makes from others, by something that no chunk can do alone."""
     found: dict[Node, Rejection] = {}
@@ -291,7 +287,12 @@ def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
 
 
 def _told(
-    head: Head, derivative: list[Node], products: dict[Node, Products], sizes: Sizes, waits: str
+    head: Head,
+    derivative: list[Node],
+    products: dict[Node, Products],
+    sizes: Sizes,
+    waits: str,
+    piece: bool,
 ) -> Chunked:
     backward, node = None, head.root
     gone = [node, head.made, *derivative]
@@ -311,6 +312,7 @@ def _told(
         backward,
         waits,
         head.softcap.value if head.softcap is not None else None,
+        piece,
         byte_count(node) if products else 0,
         tuple((str(each.target), source_of(each)) for each in gone),
     )

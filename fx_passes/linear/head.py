@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
-from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.operators import RESHAPES, VIEWS
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.softcap import Softcap, under_softcap
 
@@ -112,6 +112,18 @@ def made_of(node: Node) -> tuple[Node, Softcap | None]:
     found = _found(node)
     assert found is not None, node
     return found
+
+
+def weight_of(node: Node) -> Node:
+    """The matrix that a head multiplies by, under views of it."""
+    parts = _parts(made_of(node)[0])
+    assert parts is not None, node
+    product, _ = parts
+    weight = product.args[2 if product.target is aten.addmm.default else 1]
+    while isinstance(weight, Node) and weight.op == "call_function" and weight.target in VIEWS:
+        weight = weight.args[0]
+    assert isinstance(weight, Node), node
+    return weight
 
 
 def _found(node: Node) -> tuple[Node, Softcap | None] | None:

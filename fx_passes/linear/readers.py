@@ -50,6 +50,12 @@ def has_statistics(root: Node) -> bool:
     )
 
 
+def gradients_of(root: Node) -> list[Node]:
+    """The gradients that are made over rows of `root`."""
+    readers = (user for wide in _moved_rows(root) for user in wide.users)
+    return [user for user in readers if user.target is fused.row_grad.default]
+
+
 def _moved_rows(root: Node) -> dict[Node, None]:
     """`root` and everything that has rows of it."""
     moved = {root: None}

@@ -205,7 +205,9 @@ def _checkpointed(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 
 
 def _some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    log_probs, _ = values_of((hidden @ weight.t())[1:5], target[1:5])
+    hidden, target = torch.cat([hidden, hidden]), torch.cat([target, target])
+    # so nearly all that they are not taken before the matmul
+    log_probs, _ = values_of((hidden @ weight.t())[1:], target[1:])
     return (log_probs.exp().mean(),)
 
 
