@@ -141,7 +141,7 @@ class Record:
                 cached=True,
             )
         notes = list(self._notes)
-        if not placements and any(v.kind == "gradient" for part in parts for v in part.values):
+        if not placements and any(_waits_for_placements(part) for part in parts):
             notes.append("from torch's compile cache: the first backward tells what is in place")
         return _merged(self.name, parts, placements, notes, cached=True)
 
@@ -215,6 +215,11 @@ def _graph_from(fields: dict[str, Any]) -> GraphReport:
             "notes": tuple(fields["notes"]),
         }
     )
+
+
+def _waits_for_placements(part: GraphReport) -> bool:
+    """A gradient of logits that are no chunks may be written over them, of which backward's code tells."""
+    return sum(v.kind == "gradient" for v in part.values) > part.chunked_heads
 
 
 def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> GraphReport:

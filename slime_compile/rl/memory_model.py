@@ -4,10 +4,12 @@ Entry points: `peak_bytes`, `max_tokens_for`. `slime_compile.estimate_peak` look
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from fx_passes.linear.chunks import SHARE, Sizes
 from slime_compile.backend.options import Options
 
 # Per-row values of a loss that are alive at the peak: statistics, targets, coefficients of the
@@ -32,14 +34,16 @@ def peak_bytes(
     - `training=False`, without a gradient: 1.
     - given logits: 2, the logits and their gradient.
     - given logits and `consume_logits`: 1, the gradient is written over them.
-    - logits made inside the compiled function: 1, for the same reason.
+    - logits made inside the compiled function, `hidden_states @ weight.T`: one chunk of them,
+      which is all of them where they fit; with `lm_head=False` 1.
     - `save="softmax"`: 2, the logits and the softmax, which becomes the gradient; of logits made
-      inside in forward only.
+      inside in forward only, and never in chunks.
 
-    Logits made inside the compiled function, `hidden_states @ weight.T`, add the hidden states,
-    their gradient and the weight's gradient. The weight itself and all that is alive before the
-    loss are not counted, nor what the operators take on the CPU whatever the size: 4 to 6 MiB a
-    thread.
+    Logits made inside add the hidden states, their gradient and the weight's gradient, and in half
+    precision what is summed over chunks in float32. A gradient that may be taken in forward counts
+    as taken there: while backward multiplies the larger one there are two of it. The weight itself and all
+    that is alive before the loss are not counted, nor what the operators take on the CPU whatever
+    the size: 4 to 6 MiB a thread.
 
     Args:
         tokens: N, rows of the logits.
@@ -57,8 +61,8 @@ def peak_bytes(
         ValueError: a size below 1, or a dtype that is not floating.
         RuntimeError: options that the backend does not know.
     """
-    moments = _moments(vocab_local, hidden, dtype, options, logits, training)
-    return max(fixed + tokens * per_token for fixed, per_token in moments)
+    loss = _loss_of(vocab_local, hidden, dtype, options, logits, training)
+    return loss.peak(tokens)
 
 
 def max_tokens_for(
@@ -90,25 +94,107 @@ def max_tokens_for(
         >>> max_tokens_for(20 * 2**30, 76032, 4096, torch.float32)  # TP 2 of a 152,064 vocabulary
         35277
     """
-    moments = _moments(vocab_local, hidden, dtype, options, logits, training)
-    fixed, per_token = max(moments, key=sum)
-    if memory_bytes < fixed + per_token:
+    loss = _loss_of(vocab_local, hidden, dtype, options, logits, training)
+    if memory_bytes < loss.peak(1):
         raise ValueError(
-            f"`memory_bytes` must be at least {fixed + per_token} for one token "
-            f"({fixed} and {per_token} per token), got {memory_bytes}"
+            f"`memory_bytes` must be at least {loss.peak(1)} for one token, got {memory_bytes}"
         )
-    return min((memory_bytes - fixed) // per_token for fixed, per_token in moments)
+    fits, too_many = 1, 2
+    while loss.peak(too_many) <= memory_bytes:
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if loss.peak(middle) <= memory_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
 
 
-def _moments(
+@dataclass(frozen=True)
+class _Loss:
+    """What the peak depends on, apart from the number of tokens. `peak` never falls with more of them."""
+
+    vocab: int
+    hidden: int
+    dtype: torch.dtype
+    options: Options
+    inside: bool
+    training: bool
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of logits."""
+        return self.vocab * self.dtype.itemsize
+
+    def peak(self, tokens: int) -> int:
+        return max(self._moments(tokens))
+
+    def _moments(self, tokens: int) -> list[int]:
+        """Bytes at the moments at which the peak may be."""
+        rows = tokens * _ROW_BYTES
+        if not self.inside:
+            buffers = 1 if not self.training or self._overwritten else 2
+            return [buffers * tokens * self.row + rows]
+        state = self.hidden * self.dtype.itemsize
+        rows += tokens * state
+        if not self.training:
+            return [self._chunk(tokens) + rows]
+        if not self._in_chunks:
+            buffers = 1 if self._overwritten else 2
+            # the end of forward, and of backward: the gradients are made when one of two buffers is gone
+            return [
+                buffers * tokens * self.row + rows,
+                tokens * (self.row + state) + self.vocab * state + rows,
+            ]
+        gradients = tokens * state + self.vocab * state
+        found = [self._chunk(tokens) + gradients + self._sum(tokens) + rows]
+        if self._may_be_in_forward and self._chunk(tokens) < tokens * self.row:
+            found.append(gradients + max(tokens, self.vocab) * state + rows)
+        return found
+
+    def _chunk(self, tokens: int) -> int:
+        """What a chunk may have; all logits where they are no more."""
+        whole = tokens * self.row
+        if not self._in_chunks:
+            return whole
+        limit = self.options.linear_config().chunk_bytes
+        return min(whole, Sizes(tokens, self.vocab, self.dtype.itemsize, limit).chunk_bytes)
+
+    def _sum(self, tokens: int) -> int:
+        """Of gradients over chunks, in float32 beside them where they are narrower."""
+        if self.dtype.itemsize > 2 or self._chunk(tokens) == tokens * self.row:
+            return 0
+        of_weight = 4 * self.vocab * self.hidden
+        always = self.options.grad_in_forward == "always"
+        share = tokens * self.row // SHARE
+        if self._may_be_in_forward and (always or of_weight <= share):
+            return of_weight
+        return min(4 * tokens * self.hidden, of_weight)
+
+    @property
+    def _may_be_in_forward(self) -> bool:
+        return self.options.grad_in_forward != "never" and self.dtype != torch.float16
+
+    @property
+    def _in_chunks(self) -> bool:
+        return self.options.lm_head and self.options.save == "logits"
+
+    @property
+    def _overwritten(self) -> bool:
+        """The gradient takes the place of the logits."""
+        keeps_logits = self.options.save == "logits"
+        return keeps_logits and (self.inside or self.options.consume_logits)
+
+
+def _loss_of(
     vocab_local: int,
     hidden: int,
     dtype: torch.dtype,
     options: Mapping[str, Any] | None,
     logits: Literal["given", "inside"],
     training: bool,
-) -> list[tuple[int, int]]:
-    """Moments at which the peak may be: bytes whatever the number of tokens, and bytes per token."""
+) -> _Loss:
     for name, value in (("vocab_local", vocab_local), ("hidden", hidden)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
@@ -117,17 +203,4 @@ def _moments(
     if logits not in ("given", "inside"):
         raise ValueError(f"`logits` must be 'given' or 'inside', got {logits!r}")
     parsed = Options.parse(options)
-    row = wide = vocab_local * dtype.itemsize
-    if training and not _gradient_takes_the_place_of_logits(parsed, logits):
-        wide += row
-    if logits == "given":
-        return [(0, wide + _ROW_BYTES)]
-    state = hidden * dtype.itemsize
-    if not training:
-        return [(0, wide + state + _ROW_BYTES)]
-    # the end of forward, and of backward: the gradients of hidden and weight are made when one of two buffers is gone
-    return [(0, wide + state + _ROW_BYTES), (vocab_local * state, row + 2 * state + _ROW_BYTES)]
-
-
-def _gradient_takes_the_place_of_logits(options: Options, logits: str) -> bool:
-    return options.save == "logits" and (logits == "inside" or options.consume_logits)
+    return _Loss(vocab_local, hidden, dtype, parsed, logits == "inside", training)
