@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can tell, in under ten minutes: correctness of the operators on the device, then the memory and
-# the speed sweeps. Needs torch, triton, tabulate and this checkout; builds, fetches and installs nothing.
+# the speed sweeps, and a head in the graph against its products. Needs torch, triton, tabulate and this checkout; builds, fetches and installs nothing.
 #
 #     bash bench/gpu.sh OUT [python]
 #
@@ -28,4 +28,5 @@ fi
 status=0
 "$python" -m bench speed --out "$out" --resume --seconds 5 --minutes 2 2>&1 | tee "$out/speed.txt" || status=1
 "$python" -m bench memory --out "$out" --resume --minutes 3.5 2>&1 | tee "$out/memory.txt" || status=1
+"$python" bench/gpu/head.py "$out" 2>&1 | tee "$out/head.log" || status=1
 exit "$status"

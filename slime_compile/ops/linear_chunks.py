@@ -2,7 +2,8 @@
 
 `linear_row_stats` and `linear_row_grad` compute what `linear_reference.py` says. At any time there is one chunk of
 logits, in a buffer that is made once: a matmul fills it, the row operators of the device read it or write the
-gradient over it, and matmuls take that on. Nothing waits for the device.
+gradient over it, and matmuls take that on. Nothing waits for the device, and for a chunk nothing is allocated that has
+more than a few numbers per row: a CUDA graph may capture it.
 
 Which chunks:
 
@@ -337,6 +338,7 @@ class _Gradients:
         self.hidden = _empty_like(head.hidden, of_hidden)
         self.weight = _Sum(_empty_like(weight, of_weight), chunks)
         self.bias = _bias_sum(head.hidden, head.weight.shape[0] if of_bias else 0)
+        self.share = torch.empty_like(self.bias)
 
     def add(self, x: Tensor, at: slice) -> None:
         of_hidden, of_weight, of_bias = self.wanted
@@ -348,7 +350,7 @@ class _Gradients:
         elif of_weight:
             self.weight.add(x.t(), hidden)
         if of_bias:
-            self.bias.add_(x.sum(0, dtype=self.bias.dtype))
+            self.bias.add_(torch.sum(x, 0, dtype=self.bias.dtype, out=self.share))
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.hidden, self.weight.result(), self.bias.to(self.head.hidden.dtype)

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slime_compile.ops import cuda, triton_kernels
+from slime_compile.ops import cuda, linear_chunks, triton_kernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POINTER = {FP32: "*fp32", BF16: "*bf16", FP16: "*fp16", torch.int64: "*i64"}
@@ -279,3 +279,33 @@ def test_the_package_needs_no_triton() -> None:
         "assert 'slime_compile.ops.cuda' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+# ---- chunks of logits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, linear_chunks.Softcap(30.0, BF16)])
+def test_chunks_of_logits(
+    launches: list[Launch], tmp_path: Path, softcap: linear_chunks.Softcap | None
+) -> None:
+    """Every chunk, the ragged last one too, launches the same code, over rows of one buffer."""
+    rows, size = 10, 3  # 4 chunks
+    head = linear_chunks.Head(
+        torch.zeros(rows, 8, dtype=BF16), torch.zeros(VOCAB, 8, dtype=BF16), None, softcap
+    )
+    held = 2 if softcap is None else 4
+    limit = size * VOCAB * held
+    statistics = linear_chunks.Statistics([None], [1.0], [True], [False])
+    index = torch.zeros(rows, 1, dtype=torch.int64)
+    linear_chunks.linear_row_stats(cuda, head, statistics, index, limit)
+    of_stats = launches.copy()
+    assert len(of_stats) == 4
+    assert len({launch.key for launch in of_stats}) == 1
+    launches.clear()
+    coefficients = grad_arguments(rows, 1, 1)
+    # no gradient of hidden: rows are cut, as in forward
+    linear_chunks.linear_row_grad(cuda, head, coefficients, (True, False, False), False, limit)
+    assert len(launches) == 4
+    assert len({launch.key for launch in launches}) == 1
+    for launch in (of_stats[0], launches[0]):
+        check(compiled(launch, 90, tmp_path))
