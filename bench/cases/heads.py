@@ -1,7 +1,9 @@
-"""Losses over hidden states and a weight, and who computes them: this package, torch, Liger.
+"""Losses over hidden states and a weight, and who computes them: this package, torch, and libraries of others.
 
 Entry points: `WAYS`, by name: for a cell a function of (hidden, weight, target, old, advantages) to a scalar; `truth`,
-the same in float64, a few rows at a time.
+the same in float64, a few rows at a time. A way imports what it needs when it is asked for, and raises with the reason
+where that is not installed, needs a GPU, or computes something else: the table has that as its row. What is not on the
+package index (prime-rl) or pins another torch is found through PYTHONPATH.
 """
 
 import importlib
@@ -92,12 +94,16 @@ def _only_cross_entropy(make: Callable[[], Function]) -> Callable[[Head], Functi
 
 
 def _of_torch() -> Function:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()
     call = torch.nn.functional.linear_cross_entropy
     return lambda h, w, target, *_: call(h, w, target, options=options)
 
 
 def _auto_chunker() -> Function:
+    if not hasattr(importlib.import_module("torch._inductor.config"), "auto_chunker"):
+        raise ImportError(f"torch {torch.__version__} has no auto_chunker")
     return torch.compile(
         lambda h, w, target, *_: F.cross_entropy(h @ w.t(), target),
         dynamic=False,
@@ -115,6 +121,70 @@ def _cut() -> Function:
     return lambda h, w, target, *_: call(h, w, target, impl="torch_compile")
 
 
+def _losses_of(head: Head, values: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+    """The cell's loss over log-probs and entropies that a peer makes of hidden, weight and target."""
+
+    def loss(h: Tensor, w: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        log_probs, entropy = (value.float() for value in values(h, w, target))
+        if head.loss == "cross entropy":
+            return -log_probs.mean()
+        if head.loss == "log-probs":
+            return -(log_probs * advantages).mean()
+        return policy_loss(log_probs, entropy, old, advantages)
+
+    return loss
+
+
+def _verl(head: Head) -> Function:
+    module = importlib.import_module("verl.utils.experimental.torch_functional")
+    return _losses_of(head, module.FusedLinearForPPO())
+
+
+def _prime_rl(head: Head) -> Function:
+    if head.loss == "policy and entropy":
+        raise NotImplementedError("its backward has no gradient of the entropy")
+    module = importlib.import_module("prime_rl.trainer.models.layers.lm_head")
+    function = module._SequenceChunkedLogProbEntropyFn
+
+    def values(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = function.apply(
+            h, w, target, h.new_ones(len(h)).float(), 2048
+        )
+        return found
+
+    return _losses_of(head, values)
+
+
+def _trl(head: Head) -> Function:
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    if not torch.cuda.is_available():
+        raise NotImplementedError("its kernels are Triton's and need a GPU")
+
+    def values(h: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropy, *_ = function.apply(h, w, None, target, 1.0)
+        return log_probs, entropy
+
+    return _losses_of(head, values)
+
+
+def _liger_grpo(head: Head) -> Function:
+    """Without old log-probs the ratio is 1, its gradient that of the log-probs; each row is a sequence of one token."""
+    if head.loss != "log-probs":
+        raise NotImplementedError("computes a clipped ratio of log-probs, without entropy")
+    module = importlib.import_module("liger_kernel.chunked_loss")
+    loss = module.LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="bnpo", chunk_size=max(head.rows // 8, 1)
+    )
+
+    def call(h: Tensor, w: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        mask = torch.ones_like(target)[:, None]
+        found = loss(h[:, None], w, target[:, None], mask, advantages)
+        value: Tensor = found[0] if isinstance(found, tuple) else found
+        return value
+
+    return call
+
+
 WAYS: dict[str, Callable[[Head], Function]] = {
     "eager": lambda head: LOSSES[head.loss],
     "inductor": _compiled(backend="inductor"),
@@ -130,6 +200,10 @@ WAYS: dict[str, Callable[[Head], Function]] = {
     "F.linear_cross_entropy": _only_cross_entropy(_of_torch),
     "Liger fused linear cross entropy": _only_cross_entropy(_liger),
     "Cut Cross-Entropy, torch path": _only_cross_entropy(_cut),
+    "Liger fused linear GRPO": _liger_grpo,
+    "verl FusedLinearForPPO": _verl,
+    "prime-rl chunked head": _prime_rl,
+    "TRL chunked head": _trl,
 }
 
 

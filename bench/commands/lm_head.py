@@ -5,6 +5,8 @@ Entry point: `main`. Each peak is taken in a process of its own, the times of al
     peak     most bytes beyond inputs and their gradients, in N, the bytes of all logits
     time     median of a step; the ratio to inductor's in the same run is what counts
     error    largest of the gradients against float64, relative to the largest gradient
+
+A run that is stopped goes on with `--resume`; every cell is in the file when it is done. Pictures: one per size.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import dataclasses
 import functools
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from bench.cases.heads import LOSSES, WAYS, Function, Head, truth
 from bench.measure import measure
 from bench.measure.cells import Cells, Store, run_cells, write_table
 from bench.measure.measure import CellFailed, profiled_peak
+from bench.measure.plots import bars
 
 _SIZES = [(t, v, d) for v in (32_000, 128_256) for t in (2_048, 8_192) for d in (256, 1_024)]
 _MOST_BYTES = 2 << 30  # of logits in float32: a machine without a GPU holds three times that
@@ -42,7 +46,10 @@ def main(options: argparse.Namespace) -> None:
     until = time.monotonic() + 60 * options.minutes
     cells: Cells = {_name(h): functools.partial(cell, h, options.seconds) for h in heads()}
     run_cells(store, cells, until=until)
-    write_table(store, [_table(store, h) for h in heads() if _name(h) in store.cells])
+    finished = [head for head in heads() if _name(head) in store.cells]
+    write_table(store, [*(_table(store, h) for h in finished), _bars(store, finished)])
+    for size in dict.fromkeys((h.rows, h.vocab, h.hidden) for h in finished):
+        _picture(store, [h for h in finished if (h.rows, h.vocab, h.hidden) == size], options.out)
 
 
 def _name(head: Head) -> str:
@@ -120,3 +127,57 @@ def _table(store: Store, head: Head) -> tuple[str, list[str], list[list[str]]]:
     ]
     rows += [[way, why, "", ""] for way, why in found["missing"].items()]
     return _name(head), columns, rows
+
+
+# ---- bars ---------------------------------------------------------------------------------------------------------
+
+_OURS = "slime_fused"
+_MOST_N = 0.30  # of 8,192 rows
+_MOST_OF_PEER = 1.05
+
+
+def _bars(store: Store, finished: list[Head]) -> tuple[str, list[str], list[list[str]]]:
+    """What is asked of this package, cell by cell: a chunk of memory, the time of the fastest that does the same."""
+    rows = []
+    for head in finished:
+        found = store.cells[_name(head)]
+        if _OURS not in found.get("times_ms", {}):
+            continue
+        peak = found["peaks_bytes"][_OURS] / head.logits_bytes
+        times = found["times_ms"]
+        peers = {way: t for way, t in times.items() if not way.startswith(_OURS)}
+        fastest = min(peers, key=lambda way: peers[way])
+        ratio = times[_OURS] / peers[fastest]
+        wide = head.rows < 8_192 or peak <= _MOST_N
+        rows.append(
+            [
+                _name(head),
+                f"{peak:.2f}",
+                "yes" if wide else "no",
+                f"{ratio:.2f} x {fastest}",
+                "yes" if ratio <= _MOST_OF_PEER else "no",
+            ]
+        )
+    header = ["cell", "peak / N", f"<= {_MOST_N:.2f}", "time", f"<= {_MOST_OF_PEER:.2f}"]
+    return f"{_OURS}: what is asked of it", header, rows
+
+
+# ---- pictures -----------------------------------------------------------------------------------------------------
+
+
+def _picture(store: Store, cells: list[Head], out: Path) -> None:
+    """Of one size: peaks and times, a panel per loss, a bar per way, a colour per dtype."""
+    labels: dict[str, list[str]] = {}
+    panels: dict[str, dict[str, dict[str, list[float | None]]]] = {"peak / N": {}, "ms": {}}
+    for head in cells:
+        found = store.cells[_name(head)]
+        if "error" in found:
+            continue
+        ways = labels.setdefault(head.loss, list(WAYS))
+        peaks = {way: peak / head.logits_bytes for way, peak in found["peaks_bytes"].items()}
+        for quantity, numbers in (("peak / N", peaks), ("ms", found["times_ms"])):
+            panel = panels[quantity].setdefault(head.loss, {})
+            panel[head.dtype] = [numbers.get(way) for way in ways]
+    if labels:
+        first = cells[0]
+        bars(panels, labels, out / f"lm_head_{first.rows}_{first.vocab}_{first.hidden}.png")

@@ -1,6 +1,9 @@
 """`bench lm_head`: every way that is installed computes the same gradients; the table has a row for each."""
 
+import argparse
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from bench.cases.heads import LOSSES, WAYS, Head, truth
 from bench.commands import lm_head
 from bench.measure.cells import Store
+from bench.measure.measure import CellFailed
 
 ROWS, VOCAB, HIDDEN = 70, 1030, 8  # more rows than the truth takes at a time; more than min_vocab
 
@@ -40,3 +44,52 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[0] for row in rows] == [*names, "Liger"]
     assert rows[0][1] == "1.00"
     assert max(found["errors"].values()) < 1e-5
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that are not there have a row that says why; what is finished is not run again; there is a picture."""
+    sizes = [Head(loss, "float32", ROWS, VOCAB, HIDDEN) for loss in ("cross entropy", "log-probs")]
+    names = ["eager", "TRL chunked head", "verl FusedLinearForPPO"]
+    # nothing is compiled here: eager code stands in for this package
+    ways = {name: WAYS[name] for name in names} | {"slime_fused": WAYS["eager"]}
+    monkeypatch.setattr(lm_head, "WAYS", ways)
+    monkeypatch.setattr(lm_head, "heads", lambda: sizes)
+    monkeypatch.setattr(lm_head.measure, "in_fresh_process", _here)
+    options = argparse.Namespace(out=tmp_path, resume=False, minutes=60, seconds=0)
+    options.minutes = -1  # nothing is started
+    lm_head.main(options)
+    assert not (tmp_path / "lm_head.json").exists()
+    options.minutes, calls = 60, []
+    monkeypatch.setattr(lm_head, "heads", lambda: sizes[:1])
+    lm_head.main(options)
+    monkeypatch.setattr(lm_head, "heads", lambda: sizes)
+    original = lm_head.cell
+    monkeypatch.setattr(lm_head, "cell", lambda *a: calls.append(a[0].loss) or original(*a))  # type: ignore[func-returns-value]
+    options.resume = True
+    lm_head.main(options)
+    assert calls == ["log-probs"]
+    text = (tmp_path / "lm_head.md").read_text()
+    assert text.count("TRL chunked head") == 2
+    assert "No module named" in text
+    assert "slime_fused: what is asked of it" in text
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / f"lm_head_{ROWS}_{VOCAB}_{HIDDEN}.png").exists()
+
+
+def _here(function: Any, *args: Any) -> Any:
+    """`in_fresh_process` without the process: an exception is a failed cell."""
+    torch._dynamo.reset()
+    try:
+        return function(*args)
+    except Exception as error:
+        raise CellFailed(str(error)) from error
+
+
+def test_peers_that_are_not_the_same_say_so() -> None:
+    for way, loss, reason in (
+        ("prime-rl chunked head", "policy and entropy", "no gradient of the entropy"),
+        ("Liger fused linear GRPO", "cross entropy", "without entropy"),
+        ("Cut Cross-Entropy, torch path", "log-probs", "cross entropy only"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            WAYS[way](Head(loss, "float32", ROWS, VOCAB, HIDDEN))
