@@ -1,23 +1,26 @@
-"""Writes a gradient over the logits it was made from: `row_grad` becomes `row_grad_`, after partitioning only.
+"""Writes a gradient over the logits it was made from: `row_grad` becomes another operator, after partitioning only.
 
 Entry points: `mark_inputs` on the joint graph, where it is still known who the inputs are and what is returned;
 `inplace` on the backward graph. In a joint graph, a forward graph or an inference graph nothing is made in place (a
 mutating operator in the joint graph lets the partitioner move its users into the forward: wrong gradients, silently).
 
-A root may be overwritten if nobody can see it afterwards:
+    the logits are              the operator     it writes over them
+    made in this graph          row_grad_        always
+    saved, and nobody else's    row_grad_over    unless the graph is retained
+    the caller's own            row_grad_over    consume_logits=True: unless the graph is retained
+    seen by the caller          row_grad_over    consume_logits="auto": where nobody else can see them at that moment
 
-    a donated saved activation    torch says that only this graph has it
-    made in this graph            and neither an output nor an alias of one
-    the caller's own tensor       if `consume_logits`; never a leaf, never returned, never one of several wide inputs
-
-and if, in this graph, no alias of it is read later (`graph/aliases.py`) and the gradient has its dtype and strides; see
-NOTE [Readers of the logits must be kernels of their own].
+That the logits are nobody else's is what torch means by a donated activation. Never overwritten are outputs of this
+graph, inputs that the function changes, a leaf; logits that an alias of theirs still reads in this graph
+(`graph/aliases.py`); logits of another dtype or other strides than the gradient's. See NOTE [Readers of the logits] and
+NOTE [What is decided at run time].
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -32,15 +35,41 @@ from fx_passes.torch_private import PlainAOTInput, statically_known_true
 _INPUT = "slime_fused_input"
 """Meta key of a joint graph's placeholder: why the caller's tensor may not be overwritten, or "" if it may."""
 
+_CHANGED = "the function changes them in place"
+
+
+Consume = Literal["auto", True, False]
+"""Whether logits that the caller passed in may be overwritten; "auto": where nobody can see it."""
+
+Owner = Literal["", "graph", "caller", "anyone"]
+"""Whose logits `row_grad_over` writes over, as it is told; "" where it is not needed."""
+
+# NOTE [What is decided at run time]
+# `row_grad_over` decides at each call whether its result is the logits' memory or new; the values are the same either
+# way. To torch it is a function of its inputs that changes none. It is declared so since whoever makes copies on behalf
+# of a declared mutation (functionalization, aligned or static inputs) would copy the gradient back over logits that the
+# operator had left alone. So nothing but data may order it: every reader of the logits must be something that it is
+# computed from, or is given in `after`. And its inputs must not be memory that inductor reuses once they are read: a
+# graph in which something is decided at run time has no donated inputs (`slime_compile/backend/passes.py`).
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One gradient: its node, the user's `file:line`, whether it was put in place, and the reason if not."""
+    """One gradient.
+
+    Attributes:
+        node: its name.
+        source: the user's `file:line`.
+        in_place: whether it is written over the logits; where `owner` says so, at run time.
+        reason: why not.
+        owner: what is left to run time: "" nothing, see the table above for the others.
+    """
 
     node: str
     source: str
     in_place: bool
     reason: str
+    owner: Owner = ""
 
 
 class _Refused(Exception):
@@ -62,79 +91,103 @@ def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
             continue
         node.meta[_INPUT] = held.get(place.idx, "")
         if node in changed:
-            node.meta[_INPUT] = "the function changes them in place"
+            node.meta[_INPUT] = _CHANGED
         elif node in returned:
             node.meta[_INPUT] = "they are returned to the caller"
 
 
-def inplace(graph: Graph, donated: set[Node], consume_logits: bool) -> list[Decision]:
+def inplace(
+    graph: Graph, donated: set[Node], consume_logits: Consume, recorded: bool = False
+) -> list[Decision]:
     """Rewrites each `row_grad` of a backward graph that may write over its root.
 
     Args:
         donated: placeholders that only this graph can see.
-        consume_logits: the caller lets us overwrite logits that are inputs of the compiled function.
+        consume_logits: whether the caller lets us overwrite logits that are inputs of the compiled function.
+        recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
     """
     decisions = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default):
         reason = ""
+        owner: Owner = ""
         try:
-            _check(graph, node, donated, consume_logits)
+            owner = _check(graph, node, donated, consume_logits)
+            if recorded and owner == "graph":
+                owner = ""  # and torch refuses to retain the graph
+            elif recorded and owner:
+                raise _Refused("CUDA graphs are recorded, in which nothing is decided at run time")
         except _Refused as refused:
             reason = str(refused)
-        decisions.append(Decision(node.name, source_of(node), not reason, reason))
+        decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
-            _overwrite(graph, node, _may_alias(graph, node, donated))
+            _rewrite(graph, node, owner)
     return decisions
 
 
-def _may_alias(graph: Graph, node: Node, donated: set[Node]) -> list[Node]:
-    """Saved tensors that may share the caller's logits' memory at some later call, where the operator then refuses.
-
-    None for logits that only this graph can see.
-    """
-    x = node.args[0]
-    assert isinstance(x, Node), node
-    given = [n for n in graph.find_nodes(op="placeholder") if n not in donated and n.users]
-    if not any(Aliases(graph).share(n, x) for n in given):
-        return []
-    return [n for n in given if n is not x and isinstance(value(n), torch.Tensor)]
-
-
-def _overwrite(graph: Graph, node: Node, others: list[Node]) -> None:
+def _rewrite(graph: Graph, node: Node, owner: Owner) -> None:
     x, terms, affine, index, weight, softmax, _, region = node.args
     assert isinstance(x, Node), node
-    with graph.inserting_before(node):
-        write = graph.call_function(
-            torch.ops.slime_fused.row_grad_.default,
-            (x, terms, affine, index, weight, softmax, region),
-            {"others": others} if others else {},
-        )
-    write.meta = {**node.meta, "val": None}
-    node.replace_all_uses_with(x)
+    if not owner:
+        with graph.inserting_before(node):
+            write = graph.call_function(
+                torch.ops.slime_fused.row_grad_.default,
+                (x, terms, affine, index, weight, softmax, region),
+            )
+        write.meta = {**node.meta, "val": None}
+        node.replace_all_uses_with(x)
+    else:
+        after = list(_unordered(graph, x, node))
+        others = _others(graph, x) if owner == "caller" else []
+        with graph.inserting_before(node):
+            write = graph.call_function(
+                torch.ops.slime_fused.row_grad_over.default,
+                (x, terms, affine, index, weight, softmax, owner, region),
+                {
+                    **({"others": others} if others else {}),
+                    **({"after": after} if after else {}),
+                    **({} if _same_layout(x, node) else {"strided": True}),
+                },
+            )
+        write.meta = dict(node.meta)
+        node.replace_all_uses_with(write)
     graph.erase_node(node)
+
+
+def _others(graph: Graph, x: Node) -> list[Node]:
+    """Saved tensors that may share the caller's logits' memory at some later call, where the operator then refuses."""
+    given = graph.find_nodes(op="placeholder")
+    return [n for n in given if n is not x and n.users and isinstance(value(n), torch.Tensor)]
 
 
 # ---- the checks ---------------------------------------------------------------------------------------------------
 
 
-def _check(graph: Graph, node: Node, donated: set[Node], consume_logits: bool) -> None:
+def _check(graph: Graph, node: Node, donated: set[Node], consume_logits: Consume) -> Owner:
+    """Who owns the logits; see `Owner`."""
     x = node.args[0]
     assert isinstance(x, Node), node
     aliases = Aliases(graph)
     _check_layout(x, node)
     _check_readers(graph, aliases, x, node)
-    _check_owner(graph, aliases, x, donated, consume_logits)
+    owner = _owner(graph, aliases, x, donated, consume_logits)
+    if owner:
+        list(_unordered(graph, x, node))
+    return owner
 
 
 def _check_layout(x: Node, node: Node) -> None:
     old, new = value(x), value(node)
     if old.dtype != new.dtype:
         raise _Refused(f"the gradient is {new.dtype}, the logits are {old.dtype}")
-    if _same(old.stride(), new.stride()):
+    if _same_layout(x, node):
         return
     leaves_only = all(user.op == "output" for user in node.users)
     if not (leaves_only and non_overlapping(old)):
         raise _Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
+
+
+def _same_layout(x: Node, node: Node) -> bool:
+    return _same(value(x).stride(), value(node).stride())
 
 
 def _same(left: Sequence[Size], right: Sequence[Size]) -> bool:
@@ -152,10 +205,10 @@ def non_overlapping(logits: torch.Tensor) -> bool:
     return True
 
 
-# NOTE [Readers of the logits must be kernels of their own]
+# NOTE [Readers of the logits]
 # Inductor does not compute an element-wise reader where it stands in the graph but where its result is needed, and it
 # does not see that a custom operator writes over what is read (torch 2.13: tanh of the logits, used after `row_grad_`,
-# came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by `row_grad_` alone.
+# came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by the gradient alone.
 
 
 def is_kernel(node: Node) -> bool:
@@ -183,15 +236,47 @@ def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
                 )
 
 
-def _check_owner(
-    graph: Graph, aliases: Aliases, x: Node, donated: set[Node], consume_logits: bool
-) -> None:
+def _unordered(graph: Graph, x: Node, node: Node) -> Iterator[Node]:
+    """Results that tell that the readers of the logits which the gradient does not depend on have run."""
+    before = ancestors([node])
+    aliases = Aliases(graph)
+    for reader in dict.fromkeys(user for alias in aliases.of(x) for user in alias.users):
+        if reader is node or reader in before or aliases.only_views(reader, x):
+            continue
+        results = [r for r in (reader, *reader.users) if isinstance(value(r), torch.Tensor)]
+        if not results:
+            raise _Refused(f"the logits are read at {source_of(reader) or reader.name}")
+        yield results[0]
+
+
+def _owner(
+    graph: Graph, aliases: Aliases, x: Node, donated: set[Node], consume_logits: Consume
+) -> Owner:
     owners = [n for n in aliases.of(x) if n.op in ("placeholder", "get_attr")]
     if len(owners) > 1:
         raise _Refused("two saved tensors share the storage of the logits")
-    if not owners or owners[0] in donated:
-        return
-    reason = owners[0].meta.get(_INPUT)
+    if not owners:
+        return ""
+    if owners[0] in donated:
+        return "graph"
+    if consume_logits == "auto" and owners[0].op == "placeholder":
+        return _anyone(owners[0], x)
+    _check_consumed(owners[0], x, bool(consume_logits))
+    _check_other_inputs(graph, aliases, x)
+    return "caller"
+
+
+def _anyone(owner: Node, x: Node) -> Owner:
+    if owner.meta.get(_INPUT) == _CHANGED:
+        raise _Refused(f"the logits are an input and {_CHANGED}")
+    if owner is not x:
+        raise _Refused("only a view of the logits is used, whose holders cannot be counted")
+    return "anyone"
+
+
+def _check_consumed(owner: Node, x: Node, consume_logits: bool) -> None:
+    """The caller's own, with permission."""
+    reason = owner.meta.get(_INPUT)
     if reason is None:
         raise _Refused("the saved logits alias a value that the caller can see")
     if not consume_logits:
@@ -201,9 +286,8 @@ def _check_owner(
         )
     if reason:
         raise _Refused(f"the logits are an input and {reason}")
-    if owners[0] is not x:
+    if owner is not x:
         raise _Refused("only a view of the caller's logits is used, which autograd could not watch")
-    _check_other_inputs(graph, aliases, x)
 
 
 def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:

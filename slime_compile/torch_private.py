@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._logging._internal import trace_structured
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed import distributed_c10d
     from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
     from torch.utils._filelock import FileLock
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    dispatch_modes = torch._C._len_torch_dispatch_stack
+    function_modes = torch._C._len_torch_function_stack
+    graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
     has_internal_overlap = torch._debug_has_internal_overlap
+    storage_use_count = torch._C._storage_Use_Count
     torch_check = torch._check
 
 __all__ = [
@@ -53,6 +58,7 @@ __all__ = [
     "FakeTensorMode",
     "FileLock",
     "MemTracker",
+    "OpOverload",
     "ProfilerEvent",
     "ShapeEnv",
     "TangentAOTInput",
@@ -66,17 +72,21 @@ __all__ = [
     "compile_fx_inner",
     "cpp_builder",
     "cpu_vec_isa",
+    "dispatch_modes",
     "distributed_c10d",
     "dynamo_utils",
+    "function_modes",
     "functional_all_reduce",
     "functorch_config",
     "get_torch_obj_rule_map",
+    "graph_is_kept",
     "has_internal_overlap",
     "inductor_config",
     "innermost_fn",
     "list_mode_options",
     "min_cut_rematerialization_partition",
     "select_decomp_table",
+    "storage_use_count",
     "sym_or",
     "torch_check",
     "trace_structured",
@@ -239,6 +249,31 @@ INTERFACES = {
         "torch:_debug_has_internal_overlap",
         "elements that share memory may not be overwritten",
         "compare size and stride",
+    ),
+    "storage_use_count": Interface(
+        "torch._C:_storage_Use_Count",
+        "who else has the logits' memory",
+        "NOTE [How an operator knows that nobody else can see a tensor]: without a count nothing is overwritten",
+    ),
+    "graph_is_kept": Interface(
+        "torch._C._autograd:_get_current_graph_task_keep_graph",
+        "backward may run again, then its inputs stay as they are",
+        "what AOTAutograd asks before it frees what it saved",
+    ),
+    "dispatch_modes": Interface(
+        "torch._C:_len_torch_dispatch_stack",
+        "who sees every operator's arguments may keep them",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    ),
+    "function_modes": Interface(
+        "torch._C:_len_torch_function_stack",
+        "the same for TorchFunctionMode",
+        "torch.overrides._get_current_function_mode_stack",
+    ),
+    "OpOverload": Interface(
+        "torch._ops:OpOverload",
+        "the frame between generated code and an operator",
+        "whatever calls an operator in a traceback",
     ),
     "torch_check": Interface(
         "torch:_check",

@@ -77,7 +77,7 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
         if isinstance(t, torch.Tensor) and t.layout is torch.strided
     ]
     # who may overwrite what is in the identity of our passes only where something may be overwritten
-    kept = sorted(held.items()) if options.consume_logits else ()
+    kept = sorted(held.items()) if options.consume_logits is True else ()
     text = repr((gm.code, layouts, kept, torch.is_grad_enabled(), options.key()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

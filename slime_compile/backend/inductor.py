@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch.fx import Graph, GraphModule
 
@@ -20,6 +20,7 @@ from slime_compile.backend.passes import (
     copied,
     donated_inputs,
     fused_nodes,
+    keep_saved,
     run_fuse,
     run_inplace,
     set_region,
@@ -31,7 +32,15 @@ from slime_compile.version import __version__
 
 Compiled = Callable[..., Any]
 
-_backward: contextvars.ContextVar[GraphModule | None] = contextvars.ContextVar(
+
+class _Backward(NamedTuple):
+    """The backward graph that is being compiled, and which of its inputs only it can see, by their positions."""
+
+    module: GraphModule
+    donated: tuple[int, ...]
+
+
+_backward: contextvars.ContextVar[_Backward | None] = contextvars.ContextVar(
     "slime_fused_backward", default=None
 )
 
@@ -61,7 +70,7 @@ class _Pass(CustomGraphPass):
         user = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user]
         if not all(user) or self.options.check_ranks:
             return None
-        held = process.record(self.number).held if self.options.consume_logits else {}
+        held = process.record(self.number).held if self.options.consume_logits is True else {}
         own = ("slime_fused", type(self).__name__, __version__, SOURCES, check_ranks.group_sizes())
         return (*own, self.options.key(), tuple(held.items()), tuple(user))
 
@@ -74,14 +83,16 @@ class _JointPass(_Pass):
 class _BackwardPass(_Pass):
     def run(self, graph: Graph) -> None:
         # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
-        module = _backward.get()
-        if module is not None and graph.owning_module is module:
-            run_inplace(graph, donated_inputs(graph), self.options, process.record(self.number))
+        backward = _backward.get()
+        if backward is not None and graph.owning_module is backward.module:
+            placeholders = graph.find_nodes(op="placeholder")
+            donated = {placeholders[i] for i in backward.donated}
+            run_inplace(graph, donated, self.options, process.record(self.number))
 
 
 @contextlib.contextmanager
-def _compiling_backward(gm: GraphModule | None) -> Iterator[None]:
-    token = _backward.set(gm)
+def _compiling_backward(backward: _Backward | None) -> Iterator[None]:
+    token = _backward.set(backward)
     try:
         yield
     finally:
@@ -98,9 +109,7 @@ def compile_inductor(
     from slime_compile.torch_private import compile_fx, compile_fx_inner  # slow to import
 
     def inner_compile(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        backward = gm if kwargs.get("is_backward") else None
-        if backward is not None:
-            _plan_inplace(backward, options, record)
+        backward = _plan_inplace(gm, options, record) if kwargs.get("is_backward") else None
         with _compiling_backward(backward):
             return compile_fx_inner(gm, inputs, **kwargs)
 
@@ -120,13 +129,18 @@ def compile_inductor(
 # rewrite itself must wait until inductor's passes are done: they move nodes about without regard to a mutation.
 
 
-def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> None:
+def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backward:
+    donated = donated_inputs(gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    places = tuple(i for i, node in enumerate(placeholders) if node in donated)
     planned = copied(gm.graph)
     run_inplace(planned, donated_inputs(planned), options, record)
     nodes = fused_nodes(gm.graph)
     if nodes:
         set_region(nodes, record.placements_region())
+        keep_saved(gm.graph, options)
         gm.recompile()
+    return _Backward(gm, places)
 
 
 _HOOKS: dict[str, type[_Pass]] = {

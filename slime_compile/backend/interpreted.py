@@ -6,6 +6,7 @@ Entry point: `compile_interpreted`, which dry runs use too.
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from slime_compile.backend.options import Options
-from slime_compile.backend.passes import donated_inputs, run_fuse, run_inplace
+from slime_compile.backend.passes import donated_inputs, keep_saved, run_fuse, run_inplace
+from slime_compile.ops import holders
 from slime_compile.report.record import Record
 from slime_compile.torch_private import aot_autograd, min_cut_rematerialization_partition
 
@@ -48,6 +50,8 @@ def compile_interpreted(
 
     def backward(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         run_inplace(gm.graph, donated_inputs(gm.graph), options, record)
+        keep_saved(gm.graph, options)
+        gm.recompile()
         return _interpreted(gm)
 
     compile_graph = aot_autograd(
@@ -88,7 +92,24 @@ def _interpreted(gm: GraphModule) -> Compiled:
         return map_arg(returned, values.__getitem__)
 
     run._boxed_call = True  # type: ignore[attr-defined]
+    holders.add_path(run.__code__, _names, _call_once)
     return run
+
+
+def _names(frame: FrameType, tensor: Tensor) -> int:
+    """How often a frame of `run` owns a tensor."""
+    return sum(v is tensor for v in holders.local_variables(frame)["values"].values())
+
+
+def _call_once(args: list[Any]) -> Any:
+    """The deciding operator on a tensor of `args`, in a graph of its own."""
+    graph = Graph()
+    x, unread = graph.placeholder("x"), graph.placeholder("unread")
+    operator_ = torch.ops.slime_fused.row_grad_over.default
+    arguments = (x, unread, unread, unread, unread, False, "anyone", "")
+    graph.output(graph.call_function(operator_, arguments, {"place": "probe"}))
+    args.append(torch.empty(0, device="cpu"))
+    return _interpreted(GraphModule(torch.nn.Module(), graph))(args)
 
 
 def _steps(gm: GraphModule) -> list[tuple[Node, Callable[..., Any], list[Node]]]:

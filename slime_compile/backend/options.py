@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from fx_passes.inplace import Consume
 from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
 from slime_compile.torch_private import inductor_config
@@ -39,7 +40,8 @@ class Options:
         strict: raise an exception of the pass instead of compiling the graph unchanged.
         verify: run each region before and after on random data at compile time and refuse on a mismatch.
         save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
-        consume_logits: the gradient may be written over logits that the caller passed in (never over a leaf).
+        consume_logits: whether the gradient is written over logits that the caller passed in (never over a leaf):
+            "auto", where nobody else can see them, which each backward finds out; True, whoever holds them; False.
         merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
         check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
         lm_head: logits that a matmul in the graph makes are made in chunks, and never whole.
@@ -54,7 +56,7 @@ class Options:
     strict: bool = False
     verify: bool = False
     save: Save = "logits"
-    consume_logits: bool = False
+    consume_logits: Consume = "auto"
     merge_collectives: bool = True
     check_ranks: bool = False
     lm_head: bool = True
@@ -146,7 +148,7 @@ def _checked(name: str, value: Any, shown: str) -> Any:
         raise RuntimeError(f"Unexpected option {shown}, {meant}known options are {_known_text()}")
     valid = _valid(name)
     if isinstance(valid, tuple):
-        if value not in valid:
+        if not any(value == each and type(value) is type(each) for each in valid):
             raise RuntimeError(
                 f"Unexpected value of option {shown}, got {value!r} should be one of {list(valid)}"
             )
@@ -179,7 +181,9 @@ def _parsed(name: str, text: str) -> Any:
         bool: lambda: _SWITCHES.get(text.strip().lower(), text),
         int: lambda: int(text) if text.strip().isdecimal() else text,
     }
-    return readers.get(_valid(name), lambda: text)()
+    valid = _valid(name)
+    kind = bool if isinstance(valid, tuple) and True in valid else valid
+    return readers.get(kind, lambda: text)()
 
 
 def _checked_inductor(name: str, value: Any) -> Any:

@@ -11,7 +11,9 @@ rule about losses.
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fx_passes
@@ -22,22 +24,26 @@ from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.row_demand import demand_rows
+from fx_passes.whole_logits import use_whole_logits
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
 from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
-from slime_compile.torch_private import TracingContext, functorch_config, trace_structured
+from slime_compile.torch_private import TracingContext, inductor_config, trace_structured
 
 log = logging.getLogger(__name__)
 
 # NOTE [Backward is compiled with the forward]
 # Torch compiles a static backward at its first run, and donates nothing if that run has retain_graph=True. The
-# compile cache does not hold which came first, so a later process would get code that is not in place, or code that
-# refuses retain_graph=True, by accident. Compiled with the forward, the code depends
-# on the graph and the configuration alone: retain_graph=True is refused by torch, whose message names
-# torch._functorch.config.donated_buffer; with that set to False nothing that was saved is overwritten, and backward
-# may run as often as the user likes.
+# compile cache does not hold which came first, so a later process would get other code by accident. Compiled with the
+# forward, the code depends on the graph and the configuration alone.
+#
+# NOTE [No donated inputs]
+# What is donated may be overwritten by any kernel, so torch refuses retain_graph=True wherever it has donated
+# something, be it a number per row. Where the fused operators are in a backward graph, nothing is donated: the logits,
+# which are all that matters, are overwritten by an operator that sees when it runs whether the graph is retained. (Not
+# where inductor records CUDA graphs, in which no operator is asked a second time.)
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
@@ -115,6 +121,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         part = describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
             set_region(nodes, record.graph_region(part))
+        if options.consume_logits:
+            use_whole_logits(graph)
         inplace.mark_inputs(graph, record.held)
         record.add(part)
         if nodes:
@@ -133,14 +141,23 @@ def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Reco
 
     def edit() -> None:
         write_copies(graph)
-        consume = options.consume_logits and functorch_config.donated_buffer
-        decisions = inplace.inplace(graph, donated, consume)
-        record.place([Placement(d.source, d.in_place, d.reason) for d in decisions])
+        decisions = inplace.inplace(graph, donated, options.consume_logits, recorded(options))
+        record.place([Placement(d.source, d.in_place, d.reason, d.owner) for d in decisions])
         if decisions:
             set_region(fused_nodes(graph), record.placements_region())
+            _set_places(graph, record)
             _trace("slime_fused_backward", graph)
 
     _guarded("the in-place pass", graph, options, record, edit)
+
+
+def _set_places(graph: Graph, record: Record) -> None:
+    """Each gradient that decides at run time counts its calls under a name that the report knows."""
+    target = torch.ops.slime_fused.row_grad_over.default
+    deciding = [number for number, p in enumerate(record.placements) if p.owner]
+    nodes = graph.find_nodes(op="call_function", target=target)
+    for number, node in zip(deciding, nodes, strict=True):
+        node.kwargs = {**node.kwargs, "place": record.place_of(number)}
 
 
 def _trace(name: str, graph: Graph) -> None:
@@ -156,7 +173,9 @@ _STATISTICS = (ops.row_stats, ops.linear_row_stats, ops.linear_row_both)
 
 
 def fused_nodes(graph: Graph) -> list[Node]:
-    packets = (*_STATISTICS, ops.row_grad, ops.row_grad_, ops.linear_row_grad)
+    packets = (
+        *_STATISTICS, ops.row_grad, ops.row_grad_, ops.row_grad_over, ops.linear_row_grad
+    )  # fmt: skip
     return [n for n in graph.nodes if n.op == "call_function" and n.target in packets]
 
 
@@ -169,8 +188,24 @@ def set_region(nodes: Sequence[Node], region: str) -> None:
 
 def donated_inputs(graph: Graph) -> set[Node]:
     """The placeholders of a backward graph that nobody but it can see."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = _metadata()
     indices = metadata.bw_donated_idxs if metadata is not None else None
     placeholders = graph.find_nodes(op="placeholder")
     return {placeholders[i] for i in indices or ()}
+
+
+def recorded(options: Options) -> bool:
+    """Inductor records CUDA graphs of what it compiles now."""
+    return options.inner == "inductor" and bool(inductor_config.triton.cudagraphs)
+
+
+def keep_saved(graph: Graph, options: Options) -> None:
+    """Takes back what torch has donated to a backward graph of ours: see NOTE [No donated inputs]."""
+    metadata = _metadata()
+    if metadata is not None and fused_nodes(graph) and not recorded(options):
+        metadata.bw_donated_idxs = []
+
+
+def _metadata() -> Any:
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None

@@ -1,14 +1,14 @@
-"""What the operators over chunks of logits hold while they run, made visible to a memory tracker.
+"""What the operators take when they run, made visible to a memory tracker.
 
-Entry point: `Scratch`. On fake tensors an operator makes its results and nothing else; under this mode the buffers that
-its kernel would have are alive beside them.
+Entry point: `Scratch`. On fake tensors an operator makes its results and nothing else. Under this mode the buffers that
+the kernels over chunks of logits would have are alive beside them, and a gradient is the logits where it may be.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from slime_compile.ops import linear
+from slime_compile.ops import linear, row_grad_over
 from slime_compile.ops.linear_chunks import (
     Head,
     both_scratch,
@@ -31,10 +31,18 @@ class Scratch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is row_grad_over and _over(*args):
+            return args[0].detach()
         held = _held(func, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         del held
         return found
+
+
+def _over(x: Tensor, *arguments: Any) -> bool:
+    """As if nobody but the call held what it is given, and nobody retained the graph."""
+    *_, owner, _ = arguments
+    return owner != "anyone" or not (x.is_leaf and x.requires_grad)
 
 
 def _held(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

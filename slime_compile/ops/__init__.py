@@ -3,6 +3,7 @@
     slime_fused::row_stats   statistics of each row of scaled logits        one read of x
     slime_fused::row_grad    a full-vocabulary value in row normal form     one read of x, one write
     slime_fused::row_grad_   the same, written over x
+    slime_fused::row_grad_over   the same, over x where that may be, which it decides when it runs
 
     slime_fused::linear_row_stats   row_stats of hidden @ weight.t() + bias, and columns of it    one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias from row_grad of it         one chunk of logits
@@ -10,23 +11,26 @@
 
 docs/ops.md says what they compute; `reference` says it in plain torch; `cpu` and `cuda` (with
 `triton_kernels`) do it fast. `operators` holds schema, fake kernels and dispatch, `checks` what must hold for the
-arguments, `regions` which calls have been made. `linear` has schema, fake kernels and dispatch of the operators over
-chunks, `linear_chunks` does them on every device, `linear_reference` is their contract, `row_program` the arithmetic of
-`linear_row_both`. Importing needs neither Triton nor a GPU. No file of this folder
-imports the names below.
+arguments, `holders` who else can see a tensor, `regions` which calls have been made. `linear` has schema, fake kernels
+and dispatch of the operators over chunks, `linear_chunks` does them on every device, `linear_reference` is their
+contract, `row_program` the arithmetic of `linear_row_both`. Importing needs neither Triton nor a GPU. No file of this
+folder imports the names below.
 """
 
 from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_row_stats
-from slime_compile.ops.operators import row_grad, row_grad_, row_stats
-from slime_compile.ops.regions import on_call, seen_regions, watched
+from slime_compile.ops.operators import row_grad, row_grad_, row_grad_over, row_stats
+from slime_compile.ops.regions import Placed, on_call, placements, seen_regions, watched
 
 __all__ = [
+    "Placed",
     "linear_row_both",
     "linear_row_grad",
     "linear_row_stats",
     "on_call",
+    "placements",
     "row_grad",
     "row_grad_",
+    "row_grad_over",
     "row_stats",
     "seen_regions",
     "watched",

@@ -6,6 +6,7 @@ outputs never require grad. Differentiable code calls `slime_compile.rl.log_prob
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, cast
@@ -13,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from slime_compile.ops import cpu, reference
+from slime_compile.ops import cpu, holders, reference
 from slime_compile.ops.checks import (
     check_alone,
     check_grad,
@@ -22,9 +23,9 @@ from slime_compile.ops.checks import (
     check_writable,
 )
 from slime_compile.ops.reference import compute_dtype
-from slime_compile.ops.regions import on_call
+from slime_compile.ops.regions import on_call, placed
 
-__all__ = ["row_grad", "row_grad_", "row_stats"]
+__all__ = ["row_grad", "row_grad_", "row_grad_over", "row_stats"]
 
 Stats = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -48,7 +49,14 @@ _library.define(
 )
 _library.define(
     "row_grad_(Tensor(a!) x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
-    " bool softmax, str region, *, Tensor[]? others=None) -> ()",
+    " bool softmax, str region) -> ()",
+    tags=_TAGS,
+)
+# Its result may be x's memory, which is not declared: NOTE [What is decided at run time] in fx_passes/inplace.py.
+_library.define(
+    "row_grad_over(Tensor x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
+    " bool softmax, str owner, str region, *, str place='', Tensor[]? others=None, Tensor[]? after=None,"
+    " bool strided=False) -> Tensor",
     tags=_TAGS,
 )
 
@@ -96,10 +104,31 @@ def _fake_row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
-    *,
-    others: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
+
+
+def _fake_row_grad_over(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    owner: str,
+    region: str,
+    *,
+    place: str = "",
+    others: Sequence[Tensor] | None = None,
+    after: Sequence[Tensor] | None = None,
+    strided: bool = False,
+) -> Tensor:
+    check_grad(x, terms, affine, index, weight, softmax)
+    return _beside(x, strided)
+
+
+def _beside(x: Tensor, strided: bool) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride()) if strided else x.new_empty(x.shape)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------------------------
@@ -191,13 +220,73 @@ def _row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
-    *,
-    others: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
     check_writable(x)
-    check_alone(x, others or ())
     on_call(region)
+    _overwrite(x, terms, affine, index, weight, softmax)
+
+
+def _row_grad_over(
+    x: Tensor,
+    terms: Tensor,
+    affine: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    softmax: bool,
+    owner: str,
+    region: str,
+    *,
+    place: str = "",
+    others: Sequence[Tensor] | None = None,
+    after: Sequence[Tensor] | None = None,
+    strided: bool = False,
+) -> Tensor:
+    # Before all else, and without a frame between: see `holders.counts`.
+    seen = holders.counts(x)
+    if holders.probe.seen is not None:
+        holders.probe.seen.append(seen)
+        return terms
+    reason = _why_beside(x, seen, owner, others or (), strided)
+    check_grad(x, terms, affine, index, weight, softmax)
+    on_call(region)
+    placed(place, reason)
+    with torch.no_grad():
+        if not reason:
+            _overwrite(x, terms, affine, index, weight, softmax)
+            return x.detach()
+        made = kernels_of(x).row_grad(x, terms, affine, index, weight, softmax, x.dtype)
+        return _beside(x, strided).copy_(made) if strided else made
+
+
+def _why_beside(
+    x: Tensor, seen: holders.Counts, owner: str, others: Sequence[Tensor], strided: bool
+) -> str:
+    """Why the result is new memory, or "".
+
+    Raises:
+        RuntimeError: the caller's logits, which may be overwritten, are a leaf, or another input is a view of them.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being recorded"
+    if owner == "anyone":
+        kernel = sys._getframe(1)
+        return holders.why_not(x, seen, kernel) or _other_layout(x, strided)
+    if holders.keeps_graph():
+        return holders.RETAINED
+    if owner == "caller":
+        check_writable(x)
+        check_alone(x, others)
+    return _other_layout(x, strided)
+
+
+def _other_layout(x: Tensor, strided: bool) -> str:
+    return "" if strided or x.is_contiguous() else "their strides are not those of the gradient"
+
+
+def _overwrite(
+    x: Tensor, terms: Tensor, affine: Tensor, index: Tensor, weight: Tensor, softmax: bool
+) -> None:
     kernels_of(x).row_grad_(x, terms, affine, index, weight, softmax)
     # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.
     torch.autograd.graph.increment_version(x)
@@ -215,7 +304,9 @@ def register(library: Any, name: str, kernel: Callable[..., Any], fake: Callable
 register(_library, "row_stats", _row_stats, _fake_row_stats)
 register(_library, "row_grad", _row_grad, _fake_row_grad)
 register(_library, "row_grad_", _row_grad_, _fake_row_grad_)
+register(_library, "row_grad_over", _row_grad_over, _fake_row_grad_over)
 
 row_stats = torch.ops.slime_fused.row_stats.default
 row_grad = torch.ops.slime_fused.row_grad.default
 row_grad_ = torch.ops.slime_fused.row_grad_.default
+row_grad_over = torch.ops.slime_fused.row_grad_over.default

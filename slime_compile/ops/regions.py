@@ -4,12 +4,49 @@ A region's text is part of the generated code, so it also comes out of a warm co
 NOTE [How a report survives the compile cache].
 """
 
+import collections
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 
 seen_regions: dict[str, int] = {}
 """Calls of each named region in this process."""
+
+
+@dataclasses.dataclass
+class Placed:
+    """What one gradient's calls have decided.
+
+    Attributes:
+        over: calls that wrote over the logits.
+        beside: the others, by their reason.
+        last: the latest of those reasons.
+    """
+
+    over: int = 0
+    beside: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    last: str = ""
+
+    @property
+    def calls(self) -> int:
+        return self.over + self.beside.total()
+
+
+placements: dict[str, Placed] = {}
+"""What was decided at run time, by the gradient's place: its report's id and its number there."""
+
+
+def placed(place: str, reason: str) -> None:
+    """One call of a gradient that decides: over the logits, or why not."""
+    if not place:
+        return
+    here = placements.setdefault(place, Placed())
+    if reason:
+        here.beside[reason] += 1
+        here.last = reason
+    else:
+        here.over += 1
 
 
 class _Watches(threading.local):

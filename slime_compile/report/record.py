@@ -24,6 +24,7 @@ from fx_passes.graph.user_lines import frames, source_of
 from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
 from slime_compile.dynamo.frames import Frame
+from slime_compile.ops.holders import UNCLEAR
 from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Value
 from slime_compile.torch_private import TangentAOTInput, trace_structured
 
@@ -69,9 +70,12 @@ class Record:
         self.called = False
         self._cached_as = {identity}
         self._parts: list[GraphReport] = []
-        self._placements: list[Placement] = []
+        self.placements: list[Placement] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
+        self._earlier = {
+            place: ops.Placed(p.over, p.beside.copy()) for place, p in [*ops.placements.items()]
+        }
 
     @property
     def traced(self) -> bool:
@@ -82,7 +86,11 @@ class Record:
         self._parts.append(part)
 
     def place(self, placements: Iterable[Placement]) -> None:
-        self._placements = list(placements)
+        self.placements = list(placements)
+
+    def place_of(self, number: int) -> str:
+        """The name under which the gradient of that number counts its calls."""
+        return _place(self.identity, number)
 
     def fail(self, cause: str) -> None:
         self._failures.append(cause)
@@ -104,11 +112,9 @@ class Record:
     def placements_region(self) -> str:
         """The same for what is in place."""
         at = {
-            p.source: self.lines.index(p.source) for p in self._placements if p.source in self.lines
+            p.source: self.lines.index(p.source) for p in self.placements if p.source in self.lines
         }
-        return self._region(
-            {"in_place": [dataclasses.asdict(p) for p in self._placements], "at": at}
-        )
+        return self._region({"in_place": [_compiled(p) for p in self.placements], "at": at})
 
     def _region(self, fields: dict[str, Any]) -> str:
         return json.dumps({"id": self.identity, **fields}, separators=(",", ":"), sort_keys=True)
@@ -118,15 +124,20 @@ class Record:
             parts = list(self._parts)
             if self._failures:
                 parts.append(GraphReport("", has_vocabulary=self.has_vocabulary, failed=True))
-            notes = [*self._notes, *self._failures]
-            return _merged(self.name, parts, self._placements, notes, cached=False)
+            placements = self._run(self.identity, self.placements)
+            notes = [*self._notes, *self._failures, *_uncounted(placements)]
+            return _merged(self.name, parts, placements, notes, cached=False)
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
         seen = _parsed(list(ops.seen_regions))
         mine = [self._moved(each) for each in seen if each["id"] in self._cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
-        placements = [Placement(**p) for each in mine for p in each.get("in_place", ())]
+        placements = [
+            p
+            for each in mine
+            for p in self._run(each["id"], [Placement(**p) for p in each.get("in_place", ())])
+        ]
         if not self.called:
             note = "loaded from torch's compile cache and not called yet"
             return GraphReport(
@@ -143,7 +154,15 @@ class Record:
         notes = list(self._notes)
         if not placements and any(_waits_for_placements(part) for part in parts):
             notes.append("from torch's compile cache: the first backward tells what is in place")
+        notes += _uncounted(placements)
         return _merged(self.name, parts, placements, notes, cached=True)
+
+    def _run(self, identity: str, placements: Sequence[Placement]) -> list[Placement]:
+        """With what has been decided at run time since this record was made."""
+        return [
+            p.run(_since(ops.placements.get(place), self._earlier.get(place)))
+            for place, p in ((_place(identity, i), p) for i, p in enumerate(placements))
+        ]
 
     def _moved(self, region: dict[str, Any]) -> dict[str, Any]:
         """A region with the lines of this process."""
@@ -174,6 +193,29 @@ class Record:
             payload_fn=lambda: json.dumps(result.to_dict()),
             expect_trace_id=False,  # loaded code tells at its first call
         )
+
+
+def _place(identity: str, number: int) -> str:
+    return f"{identity}/{number}"
+
+
+def _compiled(placement: Placement) -> dict[str, Any]:
+    """What is known of a gradient when it is compiled."""
+    names = ("source", "in_place", "reason", "owner")
+    return {name: getattr(placement, name) for name in names}
+
+
+def _since(now: ops.Placed | None, earlier: ops.Placed | None) -> ops.Placed | None:
+    """An equal graph that was compiled earlier, too, counts under the same name."""
+    if now is None or earlier is None:
+        return now
+    return ops.Placed(now.over - earlier.over, now.beside - earlier.beside, now.last)
+
+
+def _uncounted(placements: Iterable[Placement]) -> list[str]:
+    """One note, where counting gave no clear answer."""
+    reasons = [p.reason for p in placements if UNCLEAR in p.reason]
+    return [f"consume_logits='auto' overwrites nothing here: {reasons[0]}"] if reasons else []
 
 
 def _parsed(regions: Iterable[str]) -> list[dict[str, Any]]:

@@ -66,14 +66,29 @@ def _graph(graph: Fields) -> list[str]:
     if graph["collectives_before"]:
         lines.append(f"  collectives {graph['collectives_before']} -> {graph['collectives_after']}")
     for each in graph["placements"]:
-        how = "written over the logits" if each["in_place"] else f"not in place: {each['reason']}"
-        lines.append(f"  gradient at {each['source'] or 'unknown line'}: {how}")
+        lines.append(f"  gradient at {each['source'] or 'unknown line'}: {_placed(each)}")
     if graph["rejections"]:
         refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
         lines += _indented(table(("left as it was, because", "node", "at"), refused))
     if not graph["has_vocabulary"] and not graph["failed"]:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
+
+
+def _placed(gradient: Fields) -> str:
+    """Where a gradient is written."""
+    calls, over, reason = gradient["calls"], gradient["over"], gradient["reason"]
+    asks = gradient["owner"] == "anyone"
+    if not calls:
+        if asks:
+            return "written over the logits where nobody else holds them, which each backward finds out"
+        return "written over the logits" if gradient["in_place"] else f"not in place: {reason}"
+    counted = f"{over} of {calls} calls"
+    if over == calls:
+        return "written over the logits" + (f", nobody else held them: {counted}" if asks else "")
+    if not over:
+        return f"not in place, {counted}: {reason}"
+    return f"written over the logits in {counted}; otherwise: {reason}"
 
 
 def _frames(title: str, frames: Sequence[Fields]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fx_passes.outcome import Rejection
 from slime_compile.dynamo.frames import Frame
+from slime_compile.ops.regions import Placed
 from slime_compile.report import text
 
 
@@ -25,11 +26,38 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One gradient: written over the logits, or the reason why not."""
+    """One gradient: written over the logits or beside them.
+
+    Attributes:
+        in_place: over them; None where that is decided at each call, and was decided differently or not yet.
+        reason: why not, the latest.
+        owner: "" where all is decided when the graph is compiled; else whose the logits are: "graph", nobody else's,
+            and "caller", who allows it: over them unless the graph is retained; "anyone": where nobody else sees them.
+        calls: of the gradient in this process, where something is decided at run time.
+        over: those that wrote over the logits.
+    """
 
     source: str
-    in_place: bool
+    in_place: bool | None
     reason: str
+    owner: str = ""
+    calls: int = 0
+    over: int = 0
+
+    def run(self, placed: Placed | None) -> "Placement":
+        """With what its calls have decided."""
+        if not self.owner:
+            return self
+        if placed is None or not placed.calls:
+            return dataclasses.replace(self, in_place=None if self.owner == "anyone" else True)
+        mixed = True if self.owner != "anyone" else None
+        return dataclasses.replace(
+            self,
+            in_place={placed.calls: True, 0: False}.get(placed.over, mixed),
+            reason=placed.last if placed.over < placed.calls else "",
+            calls=placed.calls,
+            over=placed.over,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +160,8 @@ class Report:
             min_fused: fewest fused operators in all graphs.
             max_full_vocabulary: most full-vocabulary values that may be left, the gradient of the logits aside. What a
                 graph that was refused would still make is counted by its refusals.
-            in_place: whether every gradient is written over the logits; None: it does not matter.
+            in_place: whether every gradient is written over the logits, in every call so far where that is decided at
+                run time; None: it does not matter.
             graph_breaks: most places where Dynamo may split the function.
 
         Raises:
@@ -168,7 +197,15 @@ class Report:
                 )
             elif any(each is not in_place for each in placed):
                 how = "over" if in_place else "beside"
-                yield f"every gradient written {how} the logits, got {placed.count(in_place)} of {len(placed)}"
+                open_ = placed.count(None)
+                yield (
+                    f"every gradient written {how} the logits, got {placed.count(in_place)} of {len(placed)}"
+                    + (
+                        f" ({open_} decided at each call, consume_logits={in_place} decides now)"
+                        if open_
+                        else ""
+                    )
+                )
 
     def __str__(self) -> str:
         return text.render(self.to_dict())

@@ -32,8 +32,8 @@ def peak_bytes(
     In multiples of the logits, N * V elements of `dtype`:
 
     - `training=False`, without a gradient: 1.
-    - given logits: 2, the logits and their gradient.
-    - given logits and `consume_logits`: 1, the gradient is written over them.
+    - given logits: 2, the logits and their gradient; in fact 1 where nobody else holds them, which no formula knows.
+    - given logits and `consume_logits=True`: 1, the gradient is written over them.
     - logits made inside the compiled function, `hidden_states @ weight.T`: one chunk of them,
       which is all of them where they fit; with `lm_head=False` 1.
     - `save="softmax"`: 2, the logits and the softmax, which becomes the gradient; of logits made
@@ -184,7 +184,7 @@ class _Loss:
     def _overwritten(self) -> bool:
         """The gradient takes the place of the logits."""
         keeps_logits = self.options.save == "logits"
-        return keeps_logits and (self.inside or self.options.consume_logits)
+        return keeps_logits and (self.inside or self.options.consume_logits is True)
 
 
 def _loss_of(

@@ -9,12 +9,13 @@ import torch
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch.fx import GraphModule, Node
 
-from fx_passes.inplace import Decision, inplace, mark_inputs
+from fx_passes.inplace import Consume, Decision, inplace, mark_inputs
 from tests.support.scratch import Scratch
 
 aten = torch.ops.aten
 row_grad = torch.ops.slime_fused.row_grad.default
 row_grad_ = torch.ops.slime_fused.row_grad_.default
+row_grad_over = torch.ops.slime_fused.row_grad_over.default
 
 ROWS, VOCAB = 3, 5
 
@@ -39,11 +40,12 @@ class Backward:
         }
         return self.s.call(row_grad, x or self.x, *given.values(), False, dtype, "")
 
-    def decide(self, *returned: Node, donated: bool = True, consume: bool = False) -> Decision:
+    def decide(self, *returned: Node, donated: bool = True, consume: Consume = False) -> Decision:
         self.s.graph.output(tuple(returned))
         (decision,) = inplace(self.s.graph, {self.x} if donated else set(), consume)
         targets = [node.target for node in self.s.graph.nodes]
-        assert targets.count(row_grad_) == decision.in_place
+        assert targets.count(row_grad_over) == bool(decision.owner)
+        assert targets.count(row_grad_) == (decision.in_place and not decision.owner)
         assert targets.count(row_grad) == (not decision.in_place)
         return decision
 
@@ -73,7 +75,7 @@ def test_donated_logits_hold_the_gradient() -> None:
     b = Backward()
     gradient = b.gradient()
     doubled = b.s.call(aten.mul.Tensor, gradient, 2.0)
-    assert b.decide(doubled) == Decision(gradient.name, "", True, "")
+    assert b.decide(doubled) == Decision(gradient.name, "", True, "", "graph")
 
 
 def test_the_rewritten_graph_computes_the_same() -> None:
@@ -92,14 +94,17 @@ def test_the_rewritten_graph_computes_the_same() -> None:
 def test_logits_made_in_the_graph() -> None:
     b = Backward()
     made = b.s.call(aten.mul.Tensor, b.x, 2.0)
-    assert b.decide(b.gradient(made), donated=False).in_place
+    decision = b.decide(b.gradient(made), donated=False)
+    assert (decision.in_place, decision.owner) == (True, "")
 
 
 def test_a_matrix_product_may_read_the_logits_before() -> None:
-    """A kernel of its own reads when it stands in the graph."""
+    """A kernel of its own reads when it stands in the graph, which the gradient waits for."""
     b = Backward()
     product = b.s.call(aten.mm.default, b.x, b.s.input("rows", (VOCAB, 2)))
     assert b.decide(b.gradient(), product).in_place
+    (over,) = b.s.graph.find_nodes(op="call_function", target=row_grad_over)
+    assert over.kwargs == {"after": [product]}
 
 
 def test_what_the_gradient_needs_may_read_the_logits() -> None:
@@ -112,6 +117,8 @@ def test_a_gradient_that_only_leaves_may_have_the_strides_of_the_logits() -> Non
     """Nobody in the graph has been promised a contiguous one."""
     b = Backward("sliced")
     assert b.decide(b.gradient()).in_place
+    (over,) = b.s.graph.find_nodes(op="call_function", target=row_grad_over)
+    assert over.kwargs == {"strided": True}
 
 
 # ---- what is not

@@ -59,14 +59,17 @@ print(json.dumps([*found, slime_compile.reports()[0].to_dict()]))
 
 
 def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
-    """Compiled for logits that are no leaf, which is all the same without consume_logits; then called with a leaf."""
+    """Compiled for logits that are no leaf, which is all the same where each call decides; then called with a leaf."""
     script = tmp_path / "leaf.py"
     script.write_text(LEAF)
     _, compiled = run_script(script, tmp_path / "cache")
     before_backward, loaded = run_script(script, tmp_path / "cache", "leaf")
     assert [g["cached"] for g in loaded["graphs"]] == [True]
     assert loaded["fused"] == compiled["fused"] == 2
-    assert loaded["in_place"] == compiled["in_place"] != []
+    (held,), (leaf,) = compiled["in_place"], loaded["in_place"]
+    assert (held["in_place"], held["calls"], held["over"]) == (False, 1, 0)
+    assert leaf == {**held, "reason": "they are a leaf that requires grad"}
+    assert held["reason"].startswith("Python holds them")
     assert before_backward["in_place"] == []
     assert "the first backward tells" in before_backward["graphs"][0]["notes"][0]
 

@@ -79,7 +79,7 @@ def test_text_is_for_people() -> None:
     said = str(explain(log_probs)(*data()))
     assert "slime_fused: 2 fused operators in 1 graph" in said
     assert line_of(log_probs, 1) in said
-    assert "not in place: the logits are an input of the compiled function" in said
+    assert "written over the logits where nobody else holds them" in said
 
 
 def test_text_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,8 @@ def test_what_was_refused_counts_as_left() -> None:
 
 
 def test_where_the_gradient_has_to_be() -> None:
-    beside = explain(log_probs)(*data())
+    beside = explain(log_probs, consume_logits=False)(*data())
+    assert "not in place: the logits are an input of the compiled function" in str(beside)
     beside.assert_fused(in_place=False)
     with pytest.raises(AssertionError, match="written over the logits, got 0 of 1"):
         beside.assert_fused(in_place=True)
@@ -310,6 +311,11 @@ def test_where_the_gradient_has_to_be() -> None:
     over.assert_fused(in_place=True)
     with pytest.raises(AssertionError, match="written beside the logits, got 0 of 1"):
         over.assert_fused(in_place=False)
+    at_run_time = explain(log_probs)(*data())
+    at_run_time.assert_fused()
+    for wanted in (True, False):
+        with pytest.raises(AssertionError, match=rf"consume_logits={wanted} decides now"):
+            at_run_time.assert_fused(in_place=wanted)
     with torch.no_grad():
         inference = explain(log_probs)(*data_without_randomness())
     inference.assert_fused()
@@ -402,7 +408,7 @@ def test_torchs_log_prints_reports_as_they_are_made(tmp_path: Path) -> None:
     run_python(PRINTED, TORCH_LOGS="slime_compile", TORCH_LOGS_OUT=str(written))
     said = written.read_text()
     assert said.count("slime_fused: 2 fused operators in 1 graph") == 1
-    assert "not in place: the logits are an input" in said
+    assert "written over the logits where nobody else holds them" in said
     run_python(PRINTED, TORCH_LOGS="graph_code", TORCH_LOGS_OUT=str(tmp_path / "other.log"))
     assert "fused operators" not in (tmp_path / "other.log").read_text()
 

@@ -125,11 +125,12 @@ def peak_of(loss: Loss) -> int:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_no_more_memory_than_without(order: str, use_reentrant: bool) -> None:
-    """Logits and their gradient, whichever way; eager needs several more of their size."""
-    plain = peak_of(compiled(policy_loss))
-    assert 2 * LOGITS_BYTES <= plain <= (2 + SMALL) * LOGITS_BYTES + SCRATCH_BYTES
-    assert peak_of(ORDERS[order](use_reentrant)) <= plain + SMALL * LOGITS_BYTES
+def test_memory(order: str, use_reentrant: bool) -> None:
+    """The logits, which become their gradient; both where a checkpoint outside holds them; eager needs several."""
+    small = SMALL * LOGITS_BYTES + SCRATCH_BYTES
+    assert LOGITS_BYTES <= peak_of(compiled(policy_loss)) <= LOGITS_BYTES + small
+    buffers = 2 if order == "checkpoint of compiled" else 1
+    assert peak_of(ORDERS[order](use_reentrant)) <= buffers * LOGITS_BYTES + small
     assert peak_of(policy_loss) > 3 * LOGITS_BYTES
 
 

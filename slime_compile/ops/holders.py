@@ -1,0 +1,324 @@
+"""Who else can see a tensor? Asked by an operator in backward, before it writes over the tensor.
+
+Entry point: `why_not(x, frame)`. `add_path` names code that may call the operator, beside generated code.
+
+NOTE [How an operator knows that nobody else can see a tensor]
+Whoever can still read a tensor after backward owns a reference: to the Python object (a variable of any frame, a
+container, a closure, NumPy's array), to the C++ tensor (what another node of autograd saved, a view's base), to the
+storage (a view, a detached alias, DLPack), or to the storage's Python object. Each of the four is counted. The caller
+of the operator and the call itself own some too. How many is no constant: it depends on Python, torch and the code that
+calls. So it is measured, once per process and path: the operator is called with tensors that nobody holds, through the
+same code, and then with each kind of holder, which must be seen. Counts that are exactly those of "nobody" mean nobody.
+
+That is right only if the code at hand owns at least what the measured code did. Measured is the least that there can
+be: one local name. That the calling frame has exactly one name for the tensor is looked up once for each place that
+calls; where it cannot be looked up (a C++ caller, a frame that is not known), nothing is overwritten.
+
+No count shows a retained graph, memory that is not torch's own or that another process maps, a leaf, a weak reference,
+a mode that sees every operator's arguments: each is asked for by itself. Outside
+a backward of autograd's engine (compiled autograd among them) the answer is always that somebody may see it.
+"""
+
+import inspect
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slime_compile.torch_private import (
+    OpOverload,
+    dispatch_modes,
+    function_modes,
+    graph_is_kept,
+    storage_use_count,
+)
+
+__all__ = ["Counts", "add_path", "counts", "keeps_graph", "why_not"]
+
+
+class Counts(NamedTuple):
+    """References to a tensor as `counts` sees them; a storage has one Python object at most."""
+
+    python: int
+    tensor: int
+    storage: int
+    storage_object: int
+
+
+def counts(x: Tensor) -> Counts:
+    """Must be called by the operator's kernel itself, with its parameter: each frame between owns a reference."""
+    storage = x.untyped_storage()
+    return Counts(
+        sys.getrefcount(x),
+        x._use_count(),  # type: ignore[attr-defined]
+        storage_use_count(storage._cdata),
+        sys.getrefcount(storage),
+    )
+
+
+def keeps_graph() -> bool:
+    """Backward may run again (`retain_graph`, `create_graph`), or none of autograd's engine is running."""
+    return bool(graph_is_kept())
+
+
+def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
+    """Why `x` may not be overwritten, or "" if nobody else can see it.
+
+    Args:
+        seen: `counts(x)`, before anything else was done.
+        kernel: the frame of the operator's kernel.
+    """
+    if keeps_graph():
+        return RETAINED
+    known = _cannot_be_ours(x) or _watched()
+    if known:
+        return known
+    path = _path(kernel, x)
+    if path is None:
+        return UNCLEAR + "the code that calls it is not known"
+    least = path.least()
+    if isinstance(least, str):
+        return UNCLEAR + least
+    return _more(seen, least)
+
+
+RETAINED = "the graph is retained, or compiled autograd runs it"
+UNCLEAR = "who holds them cannot be told: "
+"""What a reason starts with where not the holders but the counting is at fault."""
+
+
+def _cannot_be_ours(x: Tensor) -> str:
+    """What no count shows about the tensor."""
+    if type(x) is not Tensor or x.layout is not torch.strided:
+        return f"they are a {type(x).__name__}"
+    owner = x if x._base is None else x._base
+    if owner.requires_grad and owner.is_leaf:
+        return f"they are {'' if owner is x else 'a view of '}a leaf that requires grad"
+    if weakref.getweakrefcount(x):
+        return "a weak reference leads to them"
+    storage = x.untyped_storage()
+    if not storage.resizable():
+        return "their memory is not torch's own (NumPy's, DLPack's, a CUDA graph's)"
+    if x.device.type == "cpu" and storage.is_shared():
+        return "other processes share their memory"
+    return ""
+
+
+def _watched() -> str:
+    """Modes see the arguments of every operator, and may keep them."""
+    if dispatch_modes():
+        return "a TorchDispatchMode sees all operators"
+    if function_modes():
+        return "a TorchFunctionMode (torch.set_default_device is one) sees all operators"
+    return ""
+
+
+def _more(seen: Counts, least: Counts) -> str:
+    if seen == least:
+        return ""
+    if seen.storage > least.storage or seen.storage_object > least.storage_object:
+        return "a view or an alias holds them"
+    if seen.python > least.python:
+        return "Python holds them"
+    if seen.tensor > least.tensor:
+        return "autograd or other C++ code holds them"
+    return UNCLEAR + f"fewer references than a tensor of nobody's has ({seen}, {least})"
+
+
+# ---- the code that calls ------------------------------------------------------------------------------------------
+
+
+class _Path:
+    """Code that calls the operator.
+
+    Attributes:
+        names: how often a frame of it owns a tensor.
+        call: calls the operator with the tensor in the list, which it empties, as that code would.
+    """
+
+    def __init__(self, names: Callable[[FrameType, Tensor], int], call: Callable[[list[Any]], Any]):
+        self.names = names
+        self.call = call
+        self._least: Counts | str | None = None
+        self._lock = threading.Lock()
+
+    def least(self) -> Counts | str:
+        """The counts of a tensor that nobody holds, or why there is no clear answer; measured at the first call."""
+        if sys.gettrace() is not None or sys.getprofile() is not None:
+            return "a debugger or profiler traces this thread"
+        with self._lock:
+            if self._least is None:
+                self._least = _measured(self.call)
+            return self._least
+
+
+_CALL = getattr(OpOverload.__call__, "__code__", None)
+_paths: dict[CodeType, _Path] = {}
+_sites: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+"""Places that call, by the code's id and the instruction: the code, kept alive, and whether it has one name."""
+
+
+def add_path(
+    code: CodeType, names: Callable[[FrameType, Tensor], int], call: Callable[[list[Any]], Any]
+) -> None:
+    """Code other than generated code, which holds what it runs in local variables, one name each.
+
+    Args:
+        code: of the frames that call the operator.
+        names: how often such a frame owns a tensor.
+        call: calls `row_grad_over` as such a frame does; takes the tensor in a list, which it empties.
+    """
+    _paths.setdefault(code, _Path(names, call))
+
+
+def _path(kernel: FrameType, x: Tensor) -> _Path | None:
+    """That of the frame that has called the operator, if it has exactly one name for the tensor."""
+    caller = kernel.f_back
+    frame = caller.f_back if caller is not None and caller.f_code is _CALL else caller
+    if frame is None:
+        return None
+    code = frame.f_code
+    path = _paths.get(code, _generated)
+    site = (id(code), frame.f_lasti)
+    if site not in _sites:
+        if sys.gettrace() is not None:  # a debugger's, which writes local variables back
+            return None
+        _sites[site] = (code, path.names(frame, x) == 1)
+    return path if _sites[site][1] else None
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """A copy that the caller drops; none that the frame keeps, as Python before 3.13 would."""
+    variables = frame.f_locals
+    found = dict(variables)
+    picture = isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if (
+        picture and sys.getrefcount(variables) <= 3
+    ):  # the frame's, ours, the call's: not one that locals() gave away
+        variables.clear()
+    return found
+
+
+def _local_names(frame: FrameType, x: Tensor) -> int:
+    """Plain local variables; one that a nested function reads too is not the frame's alone."""
+    shared = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+    names = [name for name, value in local_variables(frame).items() if value is x]
+    return 0 if shared & {*names} else len(names)
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------------
+
+
+class Probe(threading.local):
+    """Where a kernel leaves its counts instead of computing, while a path is measured."""
+
+    def __init__(self) -> None:
+        self.seen: list[Counts] | None = None
+
+
+probe = Probe()
+
+
+def _call_from_one_name(args: list[Any]) -> Any:
+    """As code does that inductor generates."""
+    (x,) = args
+    args.clear()
+    one = _unread
+    result = torch.ops.slime_fused.row_grad_over.default(
+        x, one, one, one, one, False, "anyone", "", place="probe"
+    )
+    del x
+    return result
+
+
+_unread = torch.empty(0, device="cpu")  # the other arguments, at which the kernel does not look
+_generated = _Path(_local_names, _call_from_one_name)
+
+
+def _measured(call: Callable[[list[Any]], Any]) -> Counts | str:
+    """On a thread of its own: no hook, mode or gradient setting of the caller's is at work there."""
+    found: list[Counts | str] = ["measuring did not end"]
+
+    def work() -> None:
+        try:
+            found[0] = _measure(call)
+        except Exception as error:  # whatever a later torch has changed: nothing is overwritten, the report says why
+            found[0] = f"measuring failed, {type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=work, name="slime_fused_holders", daemon=True)
+    thread.start()
+    thread.join(timeout=10)  # a caller that holds a lock which this needs goes on
+    return found[0]
+
+
+def _measure(call: Callable[[list[Any]], Any]) -> Counts | str:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "this Python does not count all references (free threading)"
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        return "a debugger or profiler traces new threads"
+    nobody = {_seen(call, made, _no_holder) for made in (_logits, _plain, _logits)}
+    if len(nobody) != 1 or None in nobody:
+        return f"counts of a tensor that nobody holds differ ({nobody})"
+    least = nobody.pop()
+    assert least is not None
+    for hold in (_variable, _view, _detached, _saved, _storage):
+        seen = _seen(call, _logits, hold)
+        assert seen is not None
+        if not any(s > n for s, n in zip(seen, least, strict=True)):
+            return f"{hold.__name__.strip('_')}: a holder is not seen ({seen})"
+    return least
+
+
+def _seen(
+    call: Callable[[list[Any]], Any], make: Callable[[], Tensor], hold: Callable[[Tensor], object]
+) -> Counts | None:
+    """The counts that the operator saw; None where something still held a tensor of nobody's afterwards."""
+    made = [make()]
+    dead = weakref.ref(made[0])
+    holder = hold(made[0])
+    probe.seen = []
+    try:
+        call(made)
+        (seen,) = probe.seen
+    finally:
+        probe.seen = None
+    return None if holder is None and dead() is not None else seen
+
+
+def _logits() -> Tensor:
+    with torch.enable_grad():
+        return torch.zeros(2, 2, device="cpu", requires_grad=True) * 1
+
+
+def _plain() -> Tensor:
+    return torch.zeros(2, 2, device="cpu")
+
+
+def _no_holder(x: Tensor) -> object:
+    return None
+
+
+def _variable(x: Tensor) -> object:
+    return [x]
+
+
+def _view(x: Tensor) -> object:
+    return x.view(-1)
+
+
+def _detached(x: Tensor) -> object:
+    return x.detach()
+
+
+def _storage(x: Tensor) -> object:
+    return x.untyped_storage()
+
+
+def _saved(x: Tensor) -> object:
+    return x.sin()
