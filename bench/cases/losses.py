@@ -169,10 +169,7 @@ class Problem:
     def __init__(self, case: Case, *, with_truth: bool = True):
         """`with_truth`: old log-probs near the logits' own, from float64; else any, for measurements of memory."""
         self.case = case
-        shapes = [[case.rows, case.vocab]]
-        if case.variant == "inside":
-            shapes = [[case.rows, case.hidden], [case.vocab, case.hidden]]
-        self.wide = [torch.empty(s, dtype=case.torch_dtype, device=case.device) for s in shapes]
+        self.wide: list[Tensor] = []
         self.refill()
         draw = torch.Generator().manual_seed(1)
         target = torch.randint(case.vocab, [case.rows], generator=draw)
@@ -188,7 +185,14 @@ class Problem:
         self.rows = [target, old - drift.to(case.device), advantages.to(case.device)]
 
     def refill(self) -> None:
-        """Writes the data of `wide` again, in place: some rows, repeated. The logits' standard deviation is 3."""
+        """Writes the data of `wide` again: some rows, repeated. The logits' standard deviation is 3."""
+        if not self.wide:
+            shapes = [[self.case.rows, self.case.vocab]]
+            if self.case.variant == "inside":
+                sizes = (self.case.rows, self.case.vocab)
+                shapes = [[size, self.case.hidden] for size in sizes]
+            how: dict[str, Any] = {"dtype": self.case.torch_dtype, "device": self.case.device}
+            self.wide = [torch.empty(shape, **how) for shape in shapes]
         draw = torch.Generator(self.case.device).manual_seed(0)
         deviations = [3.0] if len(self.wide) == 1 else [1.0, 3.0 / self.case.hidden**0.5]
         with torch.no_grad():

@@ -39,12 +39,12 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 
 class _Handed(torch.autograd.Function):
-    """Hands over a tensor as something that was computed: no leaf, and its gradient is kept where it was made."""
+    """Hands over a tensor as something that was computed: no leaf, nobody holds it, and its gradient is kept."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, step: "Step") -> Tensor:
         ctx.step = step
-        return step.problem.wide[0].detach()
+        return step.take()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:  # type: ignore[override]
@@ -63,14 +63,18 @@ class Step:
         self.problem = problem
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self._overwrites = "consume_logits" in way
         self._anchor = torch.zeros((), device=problem.case.device, requires_grad=True)
 
+    def take(self) -> Tensor:
+        """The given logits; whoever gets them is their only owner, until `prepare` makes others."""
+        logits = self.problem.wide.pop()
+        return logits.detach()
+
     def prepare(self) -> None:
-        """Drops what the last step gave and restores what it may have overwritten."""
-        if self._overwrites and self.gradients:
-            self.problem.refill()
+        """Drops what the last step gave and makes logits anew where they were taken."""
         self.outputs, self.gradients = [], []
+        if self.problem.case.variant == "given" and not self.problem.wide:
+            self.problem.refill()
         for value in self.problem.wide:
             value.grad = None
 
@@ -129,8 +133,9 @@ def peak(case: Case, way: str) -> Peak:
 
 def outside_bytes(problem: Problem) -> int:
     """To add to what a step allocates: given logits are there before it; gradients of a matmul's operands leave it."""
-    wide_bytes = sum(value.nbytes for value in problem.wide)
-    return -wide_bytes if problem.case.variant == "inside" else wide_bytes
+    if problem.case.variant == "inside":
+        return -sum(value.nbytes for value in problem.wide)
+    return problem.case.logits_bytes
 
 
 def _fused(way: str) -> int:

@@ -150,9 +150,9 @@ class _Path:
 
     def least(self) -> Counts | str:
         """The counts of a tensor that nobody holds, or why there is no clear answer; measured at the first call."""
-        if sys.gettrace() is not None or sys.getprofile() is not None:
-            return "a debugger or profiler traces this thread"
         with self._lock:
+            if self._least is None and (sys.gettrace() or sys.getprofile()):
+                return "a debugger or profiler traces this thread"  # and would be measured, too
             if self._least is None:
                 self._least = _measured(self.call)
             return self._least

@@ -22,7 +22,7 @@ ROW_BYTES = 100  # statistics, coefficients, targets of a row: twenty numbers an
 WAYS = ["slime_fused", "slime_fused save=softmax", "slime_fused consume_logits=True"]
 CASES = [
     # variant, way, logits at one time
-    ("given", WAYS[0], 2),
+    ("given", WAYS[0], 1),  # nobody holds them
     ("given", WAYS[1], 2),  # in float32: the softmax buffer becomes the gradient
     ("given", WAYS[2], 1),
     ("inside", WAYS[0], 1),
@@ -66,6 +66,25 @@ def test_peak(variant: str, way: str, buffers: int, dtype: str, scratch_bytes: i
     matmul = 2 * (ROWS + VOCAB) * HIDDEN * case.torch_dtype.itemsize if variant == "inside" else 0
     bound = buffers * case.logits_bytes + scratch_bytes + ROWS * ROW_BYTES + matmul
     assert peak_bytes(case, way) <= bound
+    if (variant, way) == ("given", WAYS[0]):
+        said = "written over the logits, nobody else held them: 2 of 2 calls"
+        assert said in str(slime_compile.reports()[-1])
+
+
+def test_logits_that_somebody_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two: the report says who it is, and what else there is to say."""
+    kept: list[torch.Tensor] = []
+    take = Step.take
+
+    def shared(step: Step) -> torch.Tensor:
+        logits = take(step)
+        kept[:] = [logits.view(-1)]
+        return logits
+
+    monkeypatch.setattr(Step, "take", shared)
+    case = Case("given", "plain", "float32", ROWS, VOCAB)
+    assert peak_bytes(case, WAYS[0]) >= 2 * case.logits_bytes
+    assert "not in place, 0 of 2 calls" in str(slime_compile.reports()[-1])
 
 
 def test_eager_takes_more() -> None:

@@ -26,9 +26,10 @@ ROWS, VOCAB = 70, 1030  # more than the truth takes at a time; more than min_voc
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_spellings_agree_with_the_truth(spelling: str, variant: str) -> None:
     problem = Problem(Case(variant, spelling, "float32", ROWS, VOCAB, 8))
+    true = truth(problem)
     step = Step(problem, "eager")
     step.run()
-    of_outputs, of_gradients = errors(step.result(), truth(problem))
+    of_outputs, of_gradients = errors(step.result(), true)
     assert of_outputs < 1e-5  # of numbers around 10
     assert of_gradients < 1e-5
 
@@ -36,19 +37,20 @@ def test_spellings_agree_with_the_truth(spelling: str, variant: str) -> None:
 def test_own_copy_of_megatrons_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.cases.losses.has_megatron", lambda: False)
     problem = Problem(Case("given", "megatron", "float32", ROWS, VOCAB, chunk=33))
+    true = truth(problem)
     step = Step(problem, "eager")
     step.run()
-    of_outputs, of_gradients = errors(step.result(), truth(problem))
+    of_outputs, of_gradients = errors(step.result(), true)
     assert of_outputs < 1e-5
     assert of_gradients < 2**-8  # the gradient is rounded to bfloat16, as Megatron's is
 
 
-def test_what_overwrites_its_logits_gets_them_again() -> None:
+def test_who_takes_the_logits_owns_them_and_the_next_gets_the_same() -> None:
     problem = Problem(Case("given", "plain", "float32", ROWS, VOCAB), with_truth=False)
     before = problem.wide[0].clone()
-    step = Step(problem, "slime_fused consume_logits=True")
-    problem.wide[0].zero_()
-    step.gradients = [problem.wide[0]]
+    step = Step(problem, "eager")
+    step.take().zero_()
+    assert problem.wide == []
     step.prepare()
     assert torch.equal(problem.wide[0], before)
 
