@@ -117,7 +117,7 @@ def inplace(
             elif recorded and owner:
                 raise _Refused("CUDA graphs are recorded, in which nothing is decided at run time")
         except _Refused as refused:
-            reason = str(refused)
+            reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
             _rewrite(graph, node, owner)

@@ -557,8 +557,38 @@ MUTANTS = [
         ),
         (
             "a view of given logits is consumed", "inplace.py", "test_inplace.py",
-            "    if owners[0] is not x:",
+            '    if owner is not x:\n        raise _Refused("only a view of the caller',
+            '    if False:\n        raise _Refused("only a view of the caller',
+        ),
+        (
+            "who holds a view is counted for the logits", "inplace.py", "test_inplace.py",
+            '    if owner is not x:\n        raise _Refused("only a view of the logits',
+            '    if False:\n        raise _Refused("only a view of the logits',
+        ),
+        (
+            "a changed input is anyone's", "inplace.py", "test_inplace.py",
+            "    if owner.meta.get(_INPUT) == _CHANGED:",
             "    if False:",
+        ),
+        (
+            "a gradient waits for no other reader", "inplace.py", "test_inplace.py",
+            '                    **({"after": after} if after else {}),\n',
+            "",
+        ),
+        (
+            "CUDA graphs decide at run time", "inplace.py", "test_inplace.py",
+            "            elif recorded and owner:",
+            "            elif False:",
+        ),
+        (
+            "saved logits are overwritten though the graph may be retained", "inplace.py", "test_inplace.py",
+            '        return "graph"',
+            '        return ""',
+        ),
+        (
+            "a slice is the whole of the logits", "whole_logits.py", "test_whole_logits.py no_reshape",
+            "_SAME_ROWS = RESHAPES | {aten.alias.default, aten.detach.default}",
+            "_SAME_ROWS = RESHAPES | {aten.alias.default, aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.clone.default}",
         ),
         (
             "two inputs of one storage", "inplace.py", "test_inplace.py",

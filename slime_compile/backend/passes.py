@@ -19,7 +19,6 @@ from torch.fx import Graph, GraphModule, Node
 import fx_passes
 from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
-from fx_passes.copies import write_copies
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
@@ -140,7 +139,6 @@ def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Reco
     """The in-place pass over a backward graph."""
 
     def edit() -> None:
-        write_copies(graph)
         decisions = inplace.inplace(graph, donated, options.consume_logits, recorded(options))
         record.place([Placement(d.source, d.in_place, d.reason, d.owner) for d in decisions])
         if decisions:

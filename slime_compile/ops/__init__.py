@@ -11,10 +11,10 @@
 
 docs/ops.md says what they compute; `reference` says it in plain torch; `cpu` and `cuda` (with
 `triton_kernels`) do it fast. `operators` holds schema, fake kernels and dispatch, `checks` what must hold for the
-arguments, `holders` who else can see a tensor, `regions` which calls have been made. `linear` has schema, fake kernels
-and dispatch of the operators over chunks, `linear_chunks` does them on every device, `linear_reference` is their
-contract, `row_program` the arithmetic of `linear_row_both`. Importing needs neither Triton nor a GPU. No file of this
-folder imports the names below.
+arguments, `holders` who else can see a tensor, `held_by` in which variable, `regions` which calls have been made.
+`linear` has schema, fake kernels and dispatch of the operators over chunks, `linear_chunks` does them on every device,
+`linear_reference` is their contract, `row_program` the arithmetic of `linear_row_both`. Importing needs neither Triton
+nor a GPU. No file of this folder imports the names below.
 """
 
 from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_row_stats

@@ -88,6 +88,8 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
     return _more(seen, least)
 
 
+PYTHON = "Python holds them"
+MEMORY = "a view or an alias holds them"
 RETAINED = "the graph is retained, or compiled autograd runs it"
 UNCLEAR = "who holds them cannot be told: "
 """What a reason starts with where not the holders but the counting is at fault."""
@@ -123,9 +125,9 @@ def _more(seen: Counts, least: Counts) -> str:
     if seen == least:
         return ""
     if seen.storage > least.storage or seen.storage_object > least.storage_object:
-        return "a view or an alias holds them"
+        return MEMORY
     if seen.python > least.python:
-        return "Python holds them"
+        return PYTHON
     if seen.tensor > least.tensor:
         return "autograd or other C++ code holds them"
     return UNCLEAR + f"fewer references than a tensor of nobody's has ({seen}, {least})"

@@ -22,6 +22,7 @@ from slime_compile.ops.checks import (
     check_stats,
     check_writable,
 )
+from slime_compile.ops.held_by import variables
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.ops.regions import on_call, placed
 
@@ -250,7 +251,7 @@ def _row_grad_over(
     reason = _why_beside(x, seen, owner, others or (), strided)
     check_grad(x, terms, affine, index, weight, softmax)
     on_call(region)
-    placed(place, reason)
+    placed(place, reason, lambda: _holders_named(reason, x))
     with torch.no_grad():
         if not reason:
             _overwrite(x, terms, affine, index, weight, softmax)
@@ -278,6 +279,12 @@ def _why_beside(
         check_writable(x)
         check_alone(x, others)
     return _other_layout(x, strided)
+
+
+def _holders_named(reason: str, x: Tensor) -> str:
+    """The reason, with the variables that a user can do something about."""
+    names = variables(x) if reason in (holders.PYTHON, holders.MEMORY) else []
+    return f"{reason} ({', '.join(names)})" if names else reason
 
 
 def _other_layout(x: Tensor, strided: bool) -> str:

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 seen_regions: dict[str, int] = {}
 """Calls of each named region in this process."""
@@ -22,11 +22,13 @@ class Placed:
         over: calls that wrote over the logits.
         beside: the others, by their reason.
         last: the latest of those reasons.
+        named: each reason as the report words it.
     """
 
     over: int = 0
     beside: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     last: str = ""
+    named: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -37,14 +39,22 @@ placements: dict[str, Placed] = {}
 """What was decided at run time, by the gradient's place: its report's id and its number there."""
 
 
-def placed(place: str, reason: str) -> None:
-    """One call of a gradient that decides: over the logits, or why not."""
+def placed(place: str, reason: str, worded: Callable[[], str]) -> None:
+    """One call of a gradient that decides: over the logits, or why not.
+
+    Args:
+        worded: the reason for the report; asked for at calls 1, 2, 4, 8, ... with that reason.
+    """
     if not place:
         return
     here = placements.setdefault(place, Placed())
     if reason:
         here.beside[reason] += 1
-        here.last = reason
+        if (
+            here.beside[reason].bit_count() == 1
+        ):  # seldom: it takes long, and another caller may have come
+            here.named[reason] = worded()
+        here.last = here.named[reason]
     else:
         here.over += 1
 

@@ -83,7 +83,7 @@ def _placed(gradient: Fields) -> str:
         if asks:
             return "written over the logits where nobody else holds them, which each backward finds out"
         return "written over the logits" if gradient["in_place"] else f"not in place: {reason}"
-    counted = f"{over} of {calls} calls"
+    counted = f"{over} of {calls} call{'' if calls == 1 else 's'}"
     if over == calls:
         return "written over the logits" + (f", nobody else held them: {counted}" if asks else "")
     if not over:

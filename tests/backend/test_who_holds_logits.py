@@ -6,6 +6,7 @@ eager's in all cases, bit for bit that of a gradient in a buffer of its own. Fun
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import gc
@@ -18,12 +19,18 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import Variable
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import slime_compile
 from slime_compile import ops
 from slime_compile.ops import holders
+from slime_compile.ops.held_by import variables
+from tests.support import harness
 
 ROWS, VOCAB = 6, 64
 TARGET = torch.arange(ROWS) * 7
@@ -539,9 +546,99 @@ def test_modes_that_see_every_operator(fn: Loss) -> None:
         assert any(each.shape == x.shape and torch.equal(each, x) for each in seen)
 
 
-def test_the_same_values_either_way() -> None:
-    """Also where a buffer of its own has other rows between the logits'."""
-    assert right()[1].is_contiguous()
+def test_anomaly_mode_and_a_default_device(fn: Loss) -> None:
+    """Neither holds anything."""
+    before = overwritten()
+    with torch.device("cpu"):
+        step(fn)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step(fn)
+    assert overwritten() == before + 2
+
+
+def test_compiled_autograd(fn: Loss) -> None:
+    """It traces backward anew: nothing is decided there, and nothing overwritten."""
+    before = overwritten()
+    for held in (True, False):
+        x = leaf()
+        logits = x * 1
+        out = fn(logits)
+        if not held:
+            del logits
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            out.backward(UPSTREAM)
+        assert torch.equal(x.grad, right()[1])
+        assert not held or torch.equal(logits, right()[0])
+    assert overwritten() == before
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_model_that_is_wrapped(fn: Loss, wrapper: str) -> None:
+    """Its hooks look at the outputs and hold none of them."""
+    harness.world()
+    model: torch.nn.Module = torch.nn.Linear(8, VOCAB)
+    plain = copy.deepcopy(model)
+    hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    log_probs(plain(hidden)).backward(UPSTREAM)
+    model = DistributedDataParallel(model) if wrapper == "DDP" else fully_shard(model)
+    for held in (False, True):
+        before = overwritten()
+        logits = model(hidden)
+        values = logits.detach().clone()
+        out = fn(logits)
+        if not held:
+            del logits
+        out.backward(UPSTREAM)
+        assert overwritten() == before + (not held)
+        assert not held or torch.equal(logits, values)
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            grad = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+            torch.testing.assert_close(grad, wanted.grad)
+            found.grad = None
+
+
+# ---- what the report says -----------------------------------------------------------------------------------------
+
+
+class Outputs:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def test_the_remedy_names_the_variable() -> None:
+    torch._dynamo.reset()
+    fn = compiled(lambda logits: log_probs(logits) * 0.5, inner="aot_eager")
+    outputs = Outputs(leaf() * 1)
+    fn(outputs.logits).backward(UPSTREAM)
+    (placement,) = slime_compile.reports()[-1].graphs[0].placements
+    said = placement.reason
+    assert said.startswith(
+        "Python holds them (`outputs.logits` in test_the_remedy_names_the_variable ("
+    )
+    line = str(slime_compile.reports()[-1]).splitlines()[-1]
+    assert f"not in place, 0 of 1 call: {said}" in line
+
+    kept = [(leaf() * 1).view(-1, VOCAB)]
+    alias = kept[0].detach()
+    fn(kept.pop()).backward(UPSTREAM)
+    (placement,) = slime_compile.reports()[-1].graphs[0].placements
+    assert "`alias` in test_the_remedy" in placement.reason
+    assert alias.shape == (ROWS, VOCAB)
+
+
+def test_looking_for_variables_leaves_no_trace() -> None:
+    """Before Python 3.13 a frame keeps a picture of its variables once somebody has asked for them."""
+    logits = leaf() * 1
+    dead = weakref.ref(logits)
+    (said,) = variables(logits)
+    assert said.startswith("`logits` in test_looking_for_variables_leaves_no_trace (")
+    mine = locals()
+    assert mine["logits"] is logits
+    variables(logits)
+    assert mine["logits"] is logits
+    del logits
+    mine.clear()
+    assert dead() is None
 
 
 # ---- where counting is at fault -----------------------------------------------------------------------------------

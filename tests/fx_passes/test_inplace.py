@@ -40,9 +40,15 @@ class Backward:
         }
         return self.s.call(row_grad, x or self.x, *given.values(), False, dtype, "")
 
-    def decide(self, *returned: Node, donated: bool = True, consume: Consume = False) -> Decision:
+    def decide(
+        self,
+        *returned: Node,
+        donated: bool = True,
+        consume: Consume = False,
+        recorded: bool = False,
+    ) -> Decision:
         self.s.graph.output(tuple(returned))
-        (decision,) = inplace(self.s.graph, {self.x} if donated else set(), consume)
+        (decision,) = inplace(self.s.graph, {self.x} if donated else set(), consume, recorded)
         targets = [node.target for node in self.s.graph.nodes]
         assert targets.count(row_grad_over) == bool(decision.owner)
         assert targets.count(row_grad_) == (decision.in_place and not decision.owner)
@@ -194,7 +200,7 @@ def test_saved_logits_that_are_not_donated() -> None:
 # ---- the caller's own
 
 
-def consumed(reason: str = "", consume: bool = True) -> Decision:
+def consumed(reason: str = "", consume: Consume = True) -> Decision:
     b = Backward()
     b.marked(reason)
     taken_back(b.s)
@@ -253,3 +259,58 @@ def test_another_wide_input() -> None:
     late = b.s.call(aten.tanh.default, other)
     reason = b.decide(b.gradient(), late, donated=False, consume=True).reason
     assert reason == "another input with the same vocabulary is read in backward"
+
+
+# ---- whoever holds them, which the call finds out
+
+
+def test_what_the_caller_may_hold_is_decided_at_run_time() -> None:
+    b = Backward()
+    gradient = b.gradient()
+    decision = b.decide(b.s.call(aten.mul.Tensor, gradient, 2.0), donated=False, consume="auto")
+    assert (decision.in_place, decision.owner) == (True, "anyone")
+
+
+def test_a_leaf_is_found_out_at_run_time() -> None:
+    """The next call may have another one."""
+    assert consumed("they are a leaf", consume="auto").owner == "anyone"
+
+
+def test_holders_of_a_view_cannot_be_counted() -> None:
+    b = Backward()
+    view = b.s.call(aten.alias.default, b.x)
+    reason = b.decide(b.gradient(view), donated=False, consume="auto").reason
+    assert reason == "only a view of the logits is used, whose holders cannot be counted"
+
+
+def test_logits_that_the_function_changes_are_nobodys() -> None:
+    b = Backward()
+    b.x.meta["desc"] = PlainAOTInput(0)
+    changed = b.s.call(aten.mul.Tensor, b.x, 2.0)
+    mark_inputs(_returning(b.s, changed, desc=(InputMutationAOTOutput(PlainAOTInput(0)),)), {})
+    taken_back(b.s)
+    b.s.graph.erase_node(changed)
+    reason = b.decide(b.gradient(), donated=False, consume="auto").reason
+    assert reason == "the logits are an input and the function changes them in place"
+
+
+def test_a_reader_without_a_result_cannot_be_waited_for() -> None:
+    """The gradient must come after it, and only data says so."""
+    b = Backward()
+    other = b.s.input("logits", (ROWS, VOCAB))
+    b.s.graph.call_function(row_grad_, (b.x, b.terms, b.affine, b.index, b.weight, False, ""))
+    b.s.graph.output((b.gradient(), other))
+    (decision,) = inplace(b.s.graph, {b.x}, False)
+    assert decision.reason.startswith("the logits are read at row_grad_")
+
+
+@pytest.mark.parametrize("consume", ["auto", True])
+def test_recorded_graphs_decide_nothing(consume: Consume) -> None:
+    """A CUDA graph runs again without asking."""
+    b = Backward()
+    b.marked("")
+    taken_back(b.s)
+    reason = b.decide(b.gradient(), donated=False, consume=consume, recorded=True).reason
+    assert reason == "CUDA graphs are recorded, in which nothing is decided at run time"
+    kept = Backward()
+    assert kept.decide(kept.gradient(), recorded=True).owner == ""

@@ -1,0 +1,93 @@
+"""Which variable holds a tensor? For the report's remedy, asked once per gradient and kind of holder.
+
+Entry point: `variables`. It looks at the local variables of every thread's frames, at the variables of their modules,
+and at what these contain directly, for the tensor or another one with its memory; else at closures and generators. What
+is deeper, or held by C++ code, is not found.
+"""
+
+import gc
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CellType, CoroutineType, FrameType, GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_compile.ops.holders import local_variables
+
+MOST = 3
+_LARGEST = 1000  # entries of a container that are looked at
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_PACKAGES = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_KINDS = {CellType: "a closure", GeneratorType: "a generator", CoroutineType: "a coroutine"}
+
+
+def variables(x: Tensor) -> list[str]:
+    """What holds `x` or its memory, as "`name` in function (file:line)", at most `MOST`."""
+    found = dict.fromkeys(_named(x.untyped_storage()._cdata))
+    if not found:
+        kinds = [_KINDS.get(type(each), "") for each in gc.get_referrers(x)]
+        found = dict.fromkeys(filter(None, kinds))
+    return list(found)[:MOST]
+
+
+def _named(memory: int) -> Iterator[str]:
+    modules: dict[int, Mapping[str, Any]] = {}
+    for frame in _frames():
+        code = frame.f_code
+        modules[id(frame.f_globals)] = frame.f_globals
+        if code.co_flags & inspect.CO_OPTIMIZED:  # else its variables are the module's
+            where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+            names = list(_holding(local_variables(frame), memory))
+            yield from (f"`{name}` in {where}" for name in names)
+    for space in modules.values():
+        for name in _holding(space, memory):
+            yield f"`{name}` of module {space.get('__name__', '?')}"
+
+
+def _frames() -> Iterator[FrameType]:
+    """The user's, of all threads, innermost first; neither torch's, ours, the library's nor those of generated code."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            file = frame.f_code.co_filename
+            library = file.startswith(_LIBRARY) and "site-packages" not in file
+            generated = file.startswith("<") or "torchinductor" in file
+            if not (library or generated or file.startswith(_PACKAGES)):
+                yield frame
+            frame = frame.f_back
+
+
+def _holding(space: Mapping[str, Any], memory: int) -> Iterator[str]:
+    """Variables that have the memory, or contain what has."""
+    for name, value in list(space.items()):
+        if _has(value, memory):
+            yield name
+        else:
+            yield from (name + part for part, each in _parts(value) if _has(each, memory))
+
+
+# A user's object may compute what it is asked for, so it is asked for nothing.
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    """What a variable contains directly, as one would write it."""
+    kind = type(value)
+    if kind in (list, tuple) and len(value) <= _LARGEST:
+        return [(f"[{i}]", each) for i, each in enumerate(value)]
+    if issubclass(kind, dict) and dict.__len__(value) <= _LARGEST:
+        return [(f"[{key!r}]", each) for key, each in dict.items(value) if type(key) is str]
+    getattribute: Any = kind.__getattribute__
+    if getattribute is not object.__getattribute__ or not hasattr(value, "__dict__"):
+        return []
+    own = value.__dict__
+    return [(f".{key}", each) for key, each in own.items()] if type(own) is dict else []
+
+
+def _has(value: Any, memory: int) -> bool:
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return bool(plain and value.untyped_storage()._cdata == memory)
