@@ -9,13 +9,13 @@ are rows in any arrangement: the coefficients and the result are reshaped instea
 from __future__ import annotations
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import rank_of, same, shape_of
 from fx_passes.graph.operators import RESHAPES
 from fx_passes.graph.order import tidy
+from fx_passes.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
 
