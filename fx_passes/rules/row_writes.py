@@ -148,12 +148,10 @@ def _placed(c: Context, form: Form, parent: Form, key: Key) -> Form:
 
 
 def _extent(parent: Form, key: Key) -> Extent | None:
-    """The rows that a step takes, where their numbers are fixed."""
+    """Rows that hold all that a step takes, where their numbers are fixed; of several in steps, those between too."""
     kind, dim, start, *rest = key
     assert isinstance(dim, int), key
     stop = start + 1 if kind == "select" else rest[0]  # type: ignore[operator]
-    if kind == "slice" and rest[1] != 1:
-        return None
     if not isinstance(start, int) or not isinstance(stop, int):
         return None
     return Extent(dim, ((start, stop),)) if isinstance(parent.shape[dim], int) else None

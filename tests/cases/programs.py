@@ -58,6 +58,7 @@ RIGHT: dict[str, Program] = {
     "rows from the end": program("v0 = x[-3:-1].log_softmax(-1)", "v0.logsumexp(-1), v0[:, 2]"),
     "rows by steps": program("v0 = x.log_softmax(-1)[::2]", "v0[:, 2], (v0.exp() * v0).sum(-1)"),
     "rows by steps from the middle": program("v0 = x.log_softmax(-1)[1:4:2]", "v0[:, 2], (v0.exp() * v0).sum(-1)"),
+    "rows by steps, then the others": program("v0 = x.log_softmax(-1)", "v0 = torch.cat([v0[0:4:2], v0[4:]])", "v0[:, 2], (v0.exp() * v0).sum(-1)"),
     "rows rolled": program("v0 = x.log_softmax(-1).roll(1, 0)", "v0[:, 2] * w, (v0.exp() * v0).sum(-1)"),
     "rows turned around": program("v0 = torch.stack(x.log_softmax(-1).unbind(0)[::-1])", "v0[:, 2] * w"),
     "rows twice": program("v0 = torch.cat([x.log_softmax(-1)[:2], x.log_softmax(-1)[:2]])", "v0[:, 2]"),
@@ -70,6 +71,7 @@ RIGHT: dict[str, Program] = {
     # masks and indices
     "a negated target mask as a number": program("v0 = (~(torch.arange(7) == t[:, None])) * x.log_softmax(-1)", "v0.sum(-1)"),
     "one row of logits and many numbers": program("v0 = x[:1].log_softmax(-1) - w[:, None]", "v0[:, 2], v0.exp().sum(-1)"),
+    "one row of logits and many targets": program("v0 = x[:1].log_softmax(-1)", "((torch.arange(7) == t[:, None]) * v0).sum(-1)"),
     "more rows than logits": program("v0 = x.log_softmax(-1) - y[:, None].mean(-1, True)", "v0[..., 2], v0.logsumexp(-1)"),
     "counting from one": program("v0 = (torch.arange(1, 8) == t[:, None]) * x.log_softmax(-1)", "v0.sum(-1)"),
     "counting by two": program("v0 = (torch.arange(0, 14, 2) == t[:, None]) * x.log_softmax(-1)", "v0.sum(-1)"),
@@ -89,6 +91,8 @@ RIGHT: dict[str, Program] = {
     "one where the logits are -inf": program("torch.where(x == -math.inf, 1, x.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
     "clamped, then compared": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "torch.where(v0 == -math.inf, 0, v0.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
     "clamped, then added": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 - x)[:, 3], x.logsumexp(-1)", rows=("plain", "some -inf")),
+    "clamped, beside a softmax": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 + x.softmax(-1)).sin().sum(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
+    "clamped, scaled, summed": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 * 0.01).sum(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
     "temperatures of overlapping rows": program("(x[1:4] * tau[:3]).log_softmax(-1)[:, 2], (x[2:5] * tau[2:]).log_softmax(-1)[:, 3]"),
     "softmaxes of some rows, exponentials of others": program("x.log_softmax(-1)[:2][:, 2], (x[2:] - w[2:, None]).exp().sum(-1)"),
     "targets of some rows, others of others": program(
@@ -123,6 +127,7 @@ RIGHT: dict[str, Program] = {
         grads=("none", "none"),
     ),
     "a division by a weighted softmax": program("v0 = x.log_softmax(-1) / (x.softmax(-1) * tau)", PICKED),
+    "a division by twice an exponential": program("v0 = x / (x.exp() * 2)", "v0.sum(-1), x.logsumexp(-1)"),
     "targets of rolled logits": program("v0 = x.roll(1, 0).log_softmax(-1)", PICKED),
     "chunks in another order": program("v0 = x.log_softmax(-1)", "v0 = torch.cat([v0[2:4], v0[:2], v0[4:]])", "v0[:, 2] * w, v0.exp()[:, 3]"),
     "clamped, then summed": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "v0.mean(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),

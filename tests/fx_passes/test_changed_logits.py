@@ -48,6 +48,13 @@ def zeroed_after(logits: Tensor, target: Tensor) -> Tensor:
     return log_prob
 
 
+def divided_after_a_view(logits: Tensor, target: Tensor) -> Tensor:
+    log_prob = _token(logits[None].log_softmax(-1)[0], target)
+    with torch.no_grad():
+        logits.div_(0.7)
+    return log_prob
+
+
 def masked(logits: Tensor, target: Tensor) -> Tensor:
     logits.masked_fill_(torch.arange(VOCAB) > VOCAB - 3, -1e4)
     return _token(logits.log_softmax(-1), target.clamp(max=VOCAB - 4))
@@ -174,6 +181,7 @@ FUNCTIONS = [
     changed_in_backward,
     divided_before,
     divided_after,
+    divided_after_a_view,
     divided_through_data,
     zeroed_after,
     masked,

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
-from fx_passes.graph.facts import value
+from fx_passes.graph.facts import is_backward, value
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.spelled_out import arithmetic
 from tests.cases.operators import CASES, RECIPES, Making, programs
 from tests.support.dense import Values, dense
-from tests.support.scratch import KINDS, Draw, Walked, make, wrong_elements
+from tests.support.scratch import KINDS, Draw, Scratch, Walked, make, wrong_elements
 
 aten = torch.ops.aten
 
@@ -162,3 +162,44 @@ def test_from_a_saved_softmax() -> None:
 
     check()
     assert saved > 10
+
+
+# ---- what save="softmax" keeps
+
+
+def softmax(s: Scratch, x: Node) -> Node:
+    top = s.call(aten.amax.default, x, [-1], True)
+    e = s.call(aten.exp.default, s.call(aten.sub.Tensor, x, top))
+    return s.call(aten.div.Tensor, e, s.call(aten.sum.dim_IntList, e, [-1], True))
+
+
+def exponential(s: Scratch, x: Node) -> Node:
+    """Of no sum that is 1."""
+    return s.call(aten.exp.default, s.call(aten.sub.Tensor, x, s.input("rows", (3, 1))))
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype", "scaled", "saved"),
+    [
+        pytest.param(softmax, torch.float32, False, True, id="a softmax"),
+        pytest.param(softmax, torch.bfloat16, False, True, id="a softmax in bfloat16"),
+        pytest.param(softmax, torch.float16, False, False, id="in float16 small ones are lost"),
+        pytest.param(exponential, torch.float32, False, False, id="no probability"),
+        pytest.param(softmax, torch.float32, True, False, id="a temperature of backward's"),
+    ],
+)
+def test_what_is_saved(made: Any, dtype: torch.dtype, scaled: bool, saved: bool) -> None:
+    """What backward makes is marked, also where it reads no upstream gradient; the saved softmax is forward's."""
+    s = Scratch(dtype)
+    x = s.input("logits", (3, 5))
+    forward = [] if scaled else [made(s, x)]
+    before = set(s.graph.nodes)
+    upstream = s.input("positive", (3, 1))
+    p = forward[0] if forward else made(s, s.call(aten.mul.Tensor, x, upstream))
+    gradient = s.call(aten.mul.Tensor, p, upstream)
+    backward = [n for n in s.graph.nodes if n not in before]
+    walked = s.walk(gradient, backward=backward, save="softmax")
+    walked.check(nodes=backward)
+    made_here = list(walked.walk.account.gradients)
+    assert [node.args[5] for node in made_here] == ([True, False] if saved else [False])
+    assert [is_backward(node) for node in made_here] == ([True, False] if saved else [True])
