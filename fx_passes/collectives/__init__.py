@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fx_passes.collectives.plan import AllReduce, Plan
 from fx_passes.collectives.replay import Replay
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_backward, ranks_of, same_shape, shape_of, value
+from fx_passes.graph.facts import ranks_of, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import sort
 from fx_passes.torch_private import FakeTensorMode
@@ -71,9 +71,9 @@ def _count(graph: Graph) -> int:
 
 
 def _all_reduces(graph: Graph) -> list[AllReduce]:
-    """Those of forward, in order."""
+    """All of them, in order; the plan takes those of forward."""
     waits = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
-    return [each for wait in waits if (each := AllReduce.of(wait)) and not is_backward(wait)]
+    return [each for wait in waits if (each := AllReduce.of(wait))]
 
 
 def _merge_group(
@@ -98,6 +98,7 @@ def _merge_group(
     emitter = Emitter(graph, fake_mode)
     with graph.inserting_before(graph.output_node()):
         _replace(graph, Replay(emitter, plan, group, ranks).results())
+    sort(graph)  # the next group's plan goes through it in order
     return plan.notes
 
 

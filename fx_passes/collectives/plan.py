@@ -105,7 +105,7 @@ class Plan:
             return "not a row value of a fused softmax"
         if each.operation not in REDUCE:
             return f"{each.operation} is not one of {sorted(REDUCE)}"
-        if not is_float_tensor(operand) or self.is_wide(operand):
+        if not is_float_tensor(operand):
             return "not a floating row value"
         if self.kinds[operand] is Kind.STUCK:
             return self._why_stuck(operand)

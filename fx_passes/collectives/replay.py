@@ -22,7 +22,6 @@ class Replay:
     def __init__(self, emitter: Emitter, plan: Plan, group: str, ranks: int) -> None:
         self.emitter, self.plan, self.group, self.ranks = emitter, plan, group, ranks
         emitter.origin = plan.members[0].wait
-        self.reduced: dict[Node, Node] = {}  # by wait
         self.sent = list(dict.fromkeys(self._sent()))
         self.copies: list[dict[Node, Node]] = self._gathered()
 
@@ -32,7 +31,7 @@ class Replay:
             total, *rest = [self._on(rank, each.operand) for rank in range(self.ranks)]
             for addend in rest:
                 total = self.emitter.call(REDUCE[each.operation], total, addend)
-            results[each] = self.reduced[each.wait] = total
+            results[each] = total
         return results
 
     def _sent(self) -> Iterable[Node]:
@@ -100,7 +99,7 @@ class Replay:
                 stack.pop()
                 continue
             if self._is_fixed(top):
-                copies[top] = self.reduced.get(top, top)
+                copies[top] = top  # what was reduced comes in its place
                 stack.pop()
                 continue
             waiting = [arg for arg in top.all_input_nodes if arg not in copies]

@@ -32,8 +32,8 @@ ROWS, VOCAB, RANKS = 3, 5, 2
 class Sharded:
     """A forward graph of a loss over vocabulary shards."""
 
-    def __init__(self) -> None:
-        self.s = Scratch(torch.float32)
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.s = Scratch(dtype)
         self.x = self.s.input("logits", (ROWS, VOCAB))
         stats = self.s.call(row_stats, self.x, None, 1.0, "")
         self.max, self.log_sum = (self.s.call(getitem, stats, at) for at in (0, 1))
@@ -41,9 +41,9 @@ class Sharded:
     def call(self, target: Any, *args: Any) -> Node:
         return self.s.call(target, *args)
 
-    def reduced(self, node: Node, operation: str = "sum") -> Node:
+    def reduced(self, node: Node, operation: str = "sum", group: str = "g") -> Node:
         return self.call(
-            c10d.wait_tensor.default, self.call(c10d.all_reduce.default, node, operation, "g")
+            c10d.wait_tensor.default, self.call(c10d.all_reduce.default, node, operation, group)
         )
 
     def log_sum_exp(self) -> Node:
@@ -112,14 +112,17 @@ def _computed(node: Node, given: list[Any]) -> list[Any]:
 def inputs(sharded: Sharded) -> list[list[Tensor]]:
     draw = torch.Generator().manual_seed(0)
     return [
-        [3 * torch.randn(each.shape, generator=draw) for each in sharded.s.inputs.values()]
+        [
+            3 * torch.randn(each.shape, generator=draw, dtype=each.dtype)
+            for each in sharded.s.inputs.values()
+        ]
         for _ in range(RANKS)
     ]
 
 
-def check(build: Any) -> Merged:
+def check(build: Any, dtype: torch.dtype = torch.float32) -> Merged:
     """`build` makes the outputs of a graph; the merged one returns the same, on every rank."""
-    plain, ours = Sharded(), Sharded()
+    plain, ours = Sharded(dtype), Sharded(dtype)
     plain.merged(*build(plain), enabled=False)
     merged = ours.merged(*build(ours))
     data = inputs(plain)
@@ -132,8 +135,29 @@ def check(build: Any) -> Merged:
 # ---- what is merged
 
 
-def test_two_reductions_become_one_gather() -> None:
-    assert check(lambda g: [g.log_sum_exp()]) == Merged(2, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_two_reductions_become_one_gather(dtype: torch.dtype) -> None:
+    assert check(lambda g: [g.log_sum_exp()], dtype) == Merged(2, 1)
+
+
+def test_each_group_has_its_own_gather() -> None:
+    def build(g: Sharded) -> list[Node]:
+        return [g.log_sum_exp(), g.reduced(g.log_sum, group="h"), g.reduced(g.max, "max", "h")]
+
+    assert check(build) == Merged(4, 2)
+
+
+def test_reductions_of_backward_stay() -> None:
+    def build(g: Sharded) -> list[Node]:
+        forward = g.log_sum_exp()
+        before = set(g.s.graph.nodes)
+        backward = [g.reduced(forward), g.reduced(g.log_sum)]
+        for node in g.s.graph.nodes:
+            if node not in before:
+                node.meta["partitioner_tag"] = "is_backward"
+        return [forward, *backward]
+
+    assert check(build) == Merged(4, 3)
 
 
 def test_switched_off_it_only_counts() -> None:
@@ -234,6 +258,18 @@ def test_a_reduction_of_something_else() -> None:
     plan = Plan({}, lambda node: False)
     assert reduce is not None
     assert plan._obstacle(reduce) == "not a row value of a fused softmax"
+
+
+def test_logits_are_not_gathered_for_a_column_of_them() -> None:
+    g = Sharded()
+    first = g.call(aten.select.int, g.x, 1, 0)
+    peak = g.reduced(g.max, "max")
+    beside = g.call(aten.sub.Tensor, g.call(aten.unsqueeze.default, first, 1), peak)
+    merged = g.merged(g.reduced(g.call(aten.exp.default, beside)))
+    assert note(merged) == (
+        "the all-reduce at wait_tensor_default_1 stays: what another rank has at aten.sub.Tensor () is not known to this one"
+    )
+    assert (merged.before, merged.after) == (2, 2)
 
 
 def test_too_much_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_what_is_saved(made: Any, dtype: torch.dtype, scaled: bool, saved: bool)
     before = set(s.graph.nodes)
     upstream = s.input("positive", (3, 1))
     p = forward[0] if forward else made(s, s.call(aten.mul.Tensor, x, upstream))
-    gradient = s.call(aten.mul.Tensor, p, upstream)
+    gradient = s.call(aten.neg.default, p)
     backward = [n for n in s.graph.nodes if n not in before]
     walked = s.walk(gradient, backward=backward, save="softmax")
     walked.check(nodes=backward)
