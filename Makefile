@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test bench fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities bench fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only.
@@ -21,7 +21,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(VENV): $(INSTALLED)
 
 test: $(INSTALLED)
-	$(PY) -m pytest -n $(JOBS) -m "not slow" $(TESTS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not thorough" $(TESTS)
+
+test-thorough: $(INSTALLED)
+	$(PY) -m pytest -n $(JOBS) -m "thorough and not slow" $(TESTS)
+
+# The numerical tests with each set of vector instructions that this machine has.
+test-capabilities: $(INSTALLED)
+	$(PY) tests/capabilities.py -n $(JOBS)
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)

@@ -1,12 +1,30 @@
-"""One thread per test process: several run beside each other, and threads that wait for each other spin.
+"""Options of every test process: how many threads torch takes, and in which order the tests run.
 
-On a busy machine a softmax of 7 x 37 numbers takes 5 ms with two threads and 5 us with one.
+One thread where OMP_NUM_THREADS does not say otherwise: several processes run beside each other, and threads that wait
+for each other spin. On a busy machine a softmax of 7 x 37 numbers takes 5 ms with two threads and 5 us with one.
 """
 
+import os
+import random
+
+import pytest
 import torch
 
-torch.set_num_threads(1)
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
 
 # A torch for CUDA without a device replaces its guard by an object of the first thread that traces, and torch 2.11
 # calls it after that thread has ended. This thread lasts.
 torch._C._ensureCUDADeviceGuardSet()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run the tests in this random order"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:  # the same on every worker of xdist
+        random.Random(seed).shuffle(items)

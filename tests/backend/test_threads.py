@@ -86,7 +86,9 @@ def compile_beside_running(inner: str, rounds: int) -> None:
     assert all(runs), runs
 
 
-@pytest.mark.parametrize(("inner", "rounds"), [("aot_eager", 2), ("inductor", 1)])
+@pytest.mark.parametrize(
+    ("inner", "rounds"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.thorough)]
+)
 def test_compiling_beside_running(inner: str, rounds: int, private_cache: None) -> None:
     compile_beside_running(inner, rounds)
 

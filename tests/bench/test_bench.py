@@ -151,6 +151,7 @@ def test_losses_of_given_logits_are_fused(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.thorough
 def test_gpu_script_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "bench" / "gpu.sh"), str(tmp_path), sys.executable],

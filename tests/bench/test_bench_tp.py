@@ -17,6 +17,7 @@ ROWS, SHARD = 70, 1030  # more than the truth takes at a time; just above the de
 SMALL: dict[str, Any] = {"rows": ROWS, "shard": SHARD, "seconds": 0.0}
 
 
+@pytest.mark.thorough
 def test_two_ranks_measure_the_loss_before_and_after() -> None:
     group = Group(2, ("eager", "slime_fused"), megatron=False, **SMALL)
     found = tp.measured(group)

@@ -56,6 +56,7 @@ def in_a_process(cache: Path, result: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_inductor_with_a_cold_and_a_warm_cache(tmp_path: Path) -> None:
     cold = in_a_process(tmp_path / "cache", tmp_path / "cold.json")
     warm = in_a_process(tmp_path / "cache", tmp_path / "warm.json")

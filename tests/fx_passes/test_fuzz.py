@@ -1,4 +1,4 @@
-"""Losses made up from the algebra, compared with eager: a few in every run, thousands by `make fuzz`."""
+"""Losses made up from the algebra, compared with eager: a few by `make test-thorough`, thousands by `make fuzz`."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
@@ -20,6 +20,7 @@ def check(program: fuzz.Program) -> None:
     fuzz.check(program)
 
 
+@pytest.mark.thorough
 @BOUNDED
 @given(fuzz.programs())
 def test_losses(program: fuzz.Program) -> None:

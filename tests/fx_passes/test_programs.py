@@ -143,6 +143,7 @@ def _works(drawing: _Drawing, kind: str, text: str) -> bool:
     return drawing.run(made, {} if kind == "w" else {"made": "r" if kind == "d" else kind})
 
 
+@pytest.mark.thorough
 def test_a_fault_is_found_and_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that forgets a sign is found within some programs, and two operators are left of the program."""
 

@@ -22,7 +22,7 @@ from tests.support.scratch import KINDS, Draw, Impossible, make
 
 aten = torch.ops.aten
 
-EXAMPLES = 70  # graphs for each row, each with eight kinds of data, each of some rows of logits
+EXAMPLES = 45  # graphs for each row, each with eight kinds of data, each of some rows of logits
 BOUNDED = settings(
     max_examples=EXAMPLES,
     phases=[Phase.generate, Phase.shrink],

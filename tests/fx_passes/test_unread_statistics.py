@@ -35,7 +35,9 @@ def label_smoothing(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     ("loss", "mean", "total"),
     [
