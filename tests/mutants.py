@@ -477,13 +477,13 @@ MUTANTS = [
         ),
         (
             "the center is not given back to a", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or entropy_shifted)",
-            "        a = self.c.statistics.centered(self.form.x, term.a + term.b * center)",
-            "        a = term.a",
+            "    a = c.statistics.centered(form.x, term.a + term.b * center)",
+            "    a = term.a",
         ),
         (
             "the shift keeps the center", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or log_softmax_gather)",
-            "        return term.scale, center, term.shift - center, a, term.b",
-            "        return term.scale, center, term.shift, a, term.b",
+            "    return term.scale, center, term.shift - center, a, term.b",
+            "    return term.scale, center, term.shift, a, term.b",
         ),
         (
             "a column is not spread over the rows", "walk/gradient.py", "test_soundness.py broadcast",
