@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test test-thorough test-capabilities bench fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities test-torch smoke-torch bench fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only.
@@ -29,6 +29,26 @@ test-thorough: $(INSTALLED)
 # The numerical tests with each set of vector instructions that this machine has.
 test-capabilities: $(INSTALLED)
 	$(PY) tests/capabilities.py -n $(JOBS)
+
+# Another release of torch, with the triton that it ships with: make test-torch VERSION=2.15.0
+OTHER := .venv-$(VERSION)
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(#|(torch|triton|setuptools)==)' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+		torch==$(VERSION) "setuptools>=77" numpy packaging
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+		--no-build-isolation --editable ".[test,bench,triton]"
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core
+	touch $@
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n $(JOBS) -m "not slow" $(TESTS)
+
+smoke-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n $(JOBS) @tests/smoke.txt
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)

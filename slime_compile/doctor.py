@@ -24,14 +24,12 @@ NEWEST = (2, 13)
 """The newest torch that the tests have passed on."""
 
 INCOMPATIBLE = {
-    "torch": {
-        "2.11.": "losses over vocabulary shards (tensor parallelism) may give wrong values; use torch 2.13 there",
-    },
-    "triton": {
-        "3.9.": "its interpreter (TRITON_INTERPRET=1) refuses the masks of our kernels; triton 3.6 runs them",
-    },
+    (
+        "torch",
+        (2, 11),
+    ): "its other backends (inductor too) lose the gradient of an autograd.Function that works in place",
 }
-"""Versions with a fault that the tests found, by how they begin."""
+"""Releases with a fault that the tests found, and that a user meets beside this backend."""
 
 _ENVIRONMENT = ("SLIME_", "TORCH_LOGS", "TORCH_TRACE", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_")
 _SWITCHED_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -100,11 +98,11 @@ def _version(package: str) -> Iterator[Finding]:
         yield Finding("FAIL" if package == "torch" else "note", package, "is not installed")
         return
     yield Finding("ok", package, version)
-    for begin, fault in INCOMPATIBLE.get(package, {}).items():
-        if version.startswith(begin):
-            yield Finding("note", package, fault)
+    numbers = tuple(map(int, version.split(".")[:2]))
+    fault = INCOMPATIBLE.get((package, numbers))
+    if fault:
+        yield Finding("note", package, fault)
     if package == "torch":
-        numbers = tuple(int(part) for part in version.split(".")[:2])
         if numbers < OLDEST:
             yield Finding("FAIL", package, f"must be at least {'.'.join(map(str, OLDEST))}")
         elif numbers > NEWEST:
