@@ -12,7 +12,7 @@ from slime_compile.version import __version__
 from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("slime_compile", "fx_passes", "tests", "bench", "pyproject.toml", "README.md")
+SOURCES = ("slime_compile", "fx_passes", "tests", "bench", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,7 @@ def test_what_is_in_it(wheel: Path) -> None:
     assert packed == here
     assert f"\nVersion: {__version__}\n" in text
     assert "\nLicense-Expression: Apache-2.0\n" in text
+    assert "\nLicense-File: LICENSE\n" in text
     for extra in ("tables", "triton", "megatron", "bench", "test", "dev"):
         assert f"\nProvides-Extra: {extra}\n" in text
 
