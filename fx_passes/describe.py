@@ -18,6 +18,9 @@ from fx_passes.walk.walk import Walk
 aten = torch.ops.aten
 
 
+_SUMMED = {aten.sum.dim_IntList, aten.sum.default}
+
+
 def describe(walk: Walk, live: set[Node]) -> Iterator[Fused]:
     """What is fused of what is computed in the end."""
     account = walk.account
@@ -81,8 +84,12 @@ def _reads_gradient(node: Node) -> bool:
 
 
 def too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
-    """The first softmax over a last dimension that is not taken for a vocabulary."""
-    for node in graph.find_nodes(op="call_function", target=aten.exp.default):
+    """The first softmax over a last dimension that is not taken for a vocabulary; SiLU and sigmoid are none."""
+    exponentials = graph.find_nodes(op="call_function", target=aten.exp.default)
+    softmaxes = {source_of(n) for n in exponentials if any(u.target in _SUMMED for u in n.users)}
+    for node in exponentials:
+        if source_of(node) not in softmaxes:
+            continue
         last = shape_of(node)[-1] if len(shape_of(node)) >= 2 else None
         if is_float_tensor(node) and isinstance(last, int) and 1 < last < config.min_vocab:
             reason = f"the last dimension {last} is smaller than min_vocab={config.min_vocab}"

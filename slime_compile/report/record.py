@@ -14,13 +14,13 @@ import collections
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.graph.user_lines import frames, source_of
+from fx_passes.graph.user_lines import frames
 from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
 from slime_compile.dynamo.frames import Frame
@@ -29,10 +29,6 @@ from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Va
 from slime_compile.torch_private import TangentAOTInput, trace_structured
 
 log = logging.getLogger(__name__)
-
-aten = torch.ops.aten
-
-_SUMMED = {aten.sum.dim_IntList, aten.sum.default}
 
 
 class Record:
@@ -277,21 +273,12 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         training=any(_is_tangent(n) for n in graph.find_nodes(op="placeholder")),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
-        rejections=tuple(_about_softmaxes(graph, outcome.rejections)),
+        rejections=outcome.rejections,
         notes=outcome.notes,
         # where the logits are never whole, no value may be as wide
         has_vocabulary=outcome.chunked_heads > 0
         or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
-
-
-def _about_softmaxes(graph: Graph, rejections: Iterable[Rejection]) -> Iterator[Rejection]:
-    """Without exponentials whose last dimension is small and that nobody sums up: those of SiLU and sigmoid."""
-    exponentials = graph.find_nodes(op="call_function", target=aten.exp.default)
-    softmaxes = {source_of(n) for n in exponentials if any(u.target in _SUMMED for u in n.users)}
-    for each in rejections:
-        if "min_vocab=" not in each.reason or each.source in softmaxes:
-            yield each
 
 
 def _is_tangent(node: Node) -> bool:
