@@ -129,8 +129,8 @@ def coefficients(
     return packed, affine, index, torch.randn(*rows, hots)
 
 
-def check(actual: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """Same pattern of NaN and infinity as the truth, and no worse than plain torch plus one rounding."""
+def check(actual: Tensor, plain: Tensor, truth: Tensor, slack: Tensor | None = None) -> None:
+    """Same pattern of NaN and infinity as the truth, and no worse than plain torch plus one rounding (and `slack`)."""
     assert actual.shape == truth.shape
     assert actual.dtype == plain.dtype
     expected = truth.to(actual.dtype)
@@ -141,7 +141,8 @@ def check(actual: Tensor, plain: Tensor, truth: Tensor) -> None:
         band = torch.finfo(actual.dtype).eps * 2 * truth.abs()
         scale = 1e-7 * (1 + truth.abs().max())
         worst = torch.where(right.isfinite(), (right - truth).abs(), 0.0).max()
-        excess = (ours - truth).abs() - (2 * worst + band + scale)
+        allowed = 2 * worst + band + scale + (0.0 if slack is None else slack[finite])
+        excess = (ours - truth).abs() - allowed
         assert excess.max() <= 0, f"error {(ours - truth).abs().max()}, plain torch {worst}"
 
 
@@ -167,6 +168,7 @@ def check_stats(
             [actual[at] for at in kept],
             [plain[at] for at in kept],
             [_to_given_max(truth, actual[0], x.shape[-1])[at] for at in kept],
+            x.shape[-1],
         )
 
 
@@ -188,12 +190,16 @@ def _fma_rounds_once() -> bool:
     return bool(InterpreterBuilder.create_fma(None, *handles).data != 0)
 
 
-def _check_stats(actual: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> None:
+def _check_stats(
+    actual: list[Tensor], plain: list[Tensor], truth: list[Tensor], vocab: int
+) -> None:
     bad = (truth[0].isnan() | (truth[0] == INF)).expand_as(truth[0])
     assert (actual[0][bad].isnan() | (actual[0][bad] == INF)).all()
     check(actual[0][~bad], plain[0][~bad], truth[0][~bad])
-    for a, p, t in zip(actual[1:], plain[1:], truth[1:], strict=True):
-        check(a, p, t)
+    # the scale is rounded, which moves the exact maximum; `total` is a sum of differences to it
+    moved = torch.finfo(torch.float32).eps * truth[0].abs() * _fma_rounds_once()
+    for a, p, t, times in zip(actual[1:], plain[1:], truth[1:], (1, 1, vocab), strict=False):
+        check(a, p, t, moved * times)
 
 
 def check_grad(
