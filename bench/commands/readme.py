@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_DOCUMENTS = ("README.md", "bench/README.md")
+_DOCUMENTS = ("README.md", "docs/reference.md", "bench/README.md")
 _MARK = re.compile(
     r"(<!-- (?P<mark>bench [\w-]+|report|options) -->\n).*?(<!-- end -->)", re.DOTALL
 )

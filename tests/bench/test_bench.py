@@ -96,8 +96,8 @@ def test_a_document_is_filled(tmp_path: Path) -> None:
     assert readme.filled(once, tmp_path) == once
 
 
-def test_options_of_the_readme_are_those_of_the_backend() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_options_of_the_documents_are_those_of_the_backend() -> None:
+    text = (ROOT / "docs/reference.md").read_text()
     assert readme._options() in text, "run `python -m bench readme`"
 
 

@@ -1,0 +1,31 @@
+"""The documents: links that lead somewhere, reasons that the pass gives."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_the_five_reasons_are_those_of_the_pass() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "fx_passes").rglob("*.py"))
+    written = " ".join(re.sub(r'"\s*\n\s*f?"', "", sources).split())
+    text = (ROOT / "docs/reports.md").read_text().split("## The five")[1]
+    quoted = re.findall(r'"([^"]+)"', " ".join(text.split("## In a program")[0].split()))
+    assert len(quoted) >= 6
+    for reason in quoted:
+        for part in (
+            reason.removeprefix("not in place: ")
+            .removesuffix("at LINE, for later use")
+            .split("...")
+        ):
+            assert part.strip() in written, reason
