@@ -1,9 +1,10 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|readme]`; without: README.md's table. See README.md."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|readme]`; without: README.md's table."""
 
 import argparse
 from pathlib import Path
 
 from bench.cases.losses import SPELLINGS
+from bench.commands import compile as first_compile
 from bench.commands import estimate, lm_head, loss, memory, partial, readme, speed, tp
 from bench.measure.cells import RESULTS
 
@@ -15,6 +16,7 @@ COMMANDS = {
     "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
     "lm_head": (lm_head.main, "logits that a matmul makes, beside peers: memory, time, error"),
     "partial": (partial.main, "losses that are fused in part, beside inductor: memory, time"),
+    "compile": (first_compile.main, "what the passes add to a first compile, and how it grows"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 

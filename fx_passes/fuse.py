@@ -220,6 +220,7 @@ def _leave_out_unread_statistics(graph: Graph) -> None:
 
 def _is_wide_copy(walk: Walk, node: Node) -> bool:
     """A copy of the logits that a row move needs (a reshape of rows that are no view)."""
+    if node not in walk.context.emitter.packed:
+        return False
     copies = any(step.copies for step in walk.context.roots.steps.values())
-    packed = node in walk.context.emitter.packed
-    return packed and copies and looks_wide(node, walk.account.softmax_roots)
+    return copies and looks_wide(node, walk.account.softmax_roots)

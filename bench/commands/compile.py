@@ -1,0 +1,131 @@
+"""`python -m bench compile`: what the passes add to the time of a first compile, and whether that grows with the graph.
+
+Entry points: `main`, `compiled`. A cell is a process of its own, with torch's caches off: the first call, forward and
+backward, under inductor or under slime_fused, whose passes are timed where they are called. Wall time, since inductor
+compiles in other processes; only ratios count on a busy machine.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.cases.losses import Case, Problem
+from bench.measure.cells import Cells, Store, run_cells, write_table
+from bench.measure.measure import in_fresh_process
+
+ROWS, VOCAB = 256, 2048  # small: no kernel's own time counts
+WAYS = ("inductor", "slime_fused")
+PIECES = (8, 16, 32, 64)
+CASES = ["the seeds' loss", *(f"{n} chunks" for n in PIECES), "a small model with the loss"]
+
+
+def main(options: argparse.Namespace) -> None:
+    """Every case under both ways."""
+    store = Store(options.out, "compile", resume=options.resume)
+    cells: Cells = {
+        f"{case} | {way}": functools.partial(in_fresh_process, compiled, case, way)
+        for case in CASES
+        for way in WAYS
+    }
+    run_cells(store, cells)
+    headers = ["case", "nodes", "inductor", "slime_fused", "passes", "of inductor", "ms per node"]
+    write_table(store, [("First compile, forward and backward, seconds", headers, _rows(store))])
+
+
+def compiled(case: str, way: str) -> dict[str, float]:
+    """Seconds of the first call and of the passes in it, and how many nodes the joint graph has."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    function, arguments = CALLS[case.partition(" ")[2]](case)
+    spent = _timed_passes() if way == "slime_fused" else {"passes": 0.0, "nodes": 0}
+    with torch._inductor.config.patch(force_disable_caches=True):
+        began = time.perf_counter()
+        torch.compile(function, backend=way, dynamic=False)(*arguments).backward()
+        return {"seconds": time.perf_counter() - began, **spent}
+
+
+def _timed_passes() -> dict[str, float]:
+    """Seconds in the passes from now on, and the nodes of the largest graph that they saw."""
+    from slime_compile.backend import inductor, passes
+
+    spent = {"passes": 0.0, "nodes": 0}
+
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def called(graph: Any, *rest: Any) -> Any:
+            spent["nodes"] = max(spent["nodes"], len(graph.nodes))
+            began = time.perf_counter()
+            try:
+                return run(graph, *rest)
+            finally:
+                spent["passes"] += time.perf_counter() - began
+
+        return called
+
+    for name in ("run_fuse", "run_inplace"):
+        setattr(inductor, name, timed(getattr(passes, name)))
+    return spent
+
+
+# ---- the cases ----------------------------------------------------------------------------------------------------
+
+
+def _seeds_loss(_: str) -> tuple[Any, list[Tensor]]:
+    problem = Problem(Case("given", "megatron", "float32", ROWS, VOCAB), with_truth=False)
+    return problem.case.function(), [*(w.requires_grad_() for w in problem.wide), *problem.rows]
+
+
+def _chunks(case: str) -> tuple[Any, list[Tensor]]:
+    pieces = int(case.split()[0])
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        log_probs, entropies = [], []
+        for rows, tokens in zip(logits.chunk(pieces), target.chunk(pieces), strict=True):
+            log_p = torch.log_softmax(rows.float() / 0.7, -1)
+            log_probs.append(log_p.gather(-1, tokens[:, None])[:, 0])
+            entropies.append(-(log_p.exp() * log_p).sum(-1))
+        return torch.cat(log_probs).mean() - 0.01 * torch.cat(entropies).mean()
+
+    logits = torch.randn(ROWS, VOCAB, requires_grad=True)
+    return loss, [logits, torch.randint(VOCAB, (ROWS,))]
+
+
+def _model(_: str) -> tuple[Any, list[Tensor]]:
+    width, tokens = 64, torch.randint(VOCAB, (2, ROWS // 2))
+    layers = [
+        nn.TransformerEncoderLayer(width, 4, 128, dropout=0.0, batch_first=True) for _ in range(4)
+    ]
+    model = nn.Sequential(nn.Embedding(VOCAB, width), *layers, nn.Linear(width, VOCAB))
+
+    def loss(inputs: Tensor) -> Tensor:
+        logits = model(inputs)[:, :-1].float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
+
+    return loss, [tokens]
+
+
+CALLS: dict[str, Callable[[str], tuple[Any, list[Tensor]]]] = {
+    "seeds' loss": _seeds_loss,
+    "chunks": _chunks,
+    "small model with the loss": _model,
+}
+
+
+def _rows(store: Store) -> list[list[str]]:
+    rows = []
+    for case in CASES:
+        plain, ours = (store.cells.get(f"{case} | {way}", {}) for way in WAYS)
+        if "seconds" not in plain or "seconds" not in ours:
+            rows.append(
+                [case, "", str(plain.get("error", "")), str(ours.get("error", "")), "", "", ""]
+            )
+            continue
+        passes, nodes = ours["passes"], ours["nodes"]
+        times = [f"{seconds:.2f}" for seconds in (plain["seconds"], ours["seconds"], passes)]
+        share = f"{passes / plain['seconds']:.1%}"
+        rows.append([case, str(nodes), *times, share, f"{1000 * passes / nodes:.2f}"])
+    return rows
