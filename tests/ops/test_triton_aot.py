@@ -103,7 +103,7 @@ def compiled(launch: Launch, capability: int, tmp_path: Path) -> Report:
 
 # With 72 registers 7 programs of 128 threads are resident on a multiprocessor, with 64 there are 8.
 REGISTERS = 72
-# The assembler of Triton 3.8 and 3.9 takes 95 for bf16 on sm_80, 5 programs; held to 72 it would spill 64 bytes a thread.
+# The assembler of Triton 3.8 and later takes 95 for bf16 on sm_80, 5 programs; held to 72 it would spill 64 bytes.
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 REGISTERS_LATER_ON_80 = 96 if TRITON >= (3, 8) else REGISTERS
 DTYPES = [FP32, BF16, FP16]
