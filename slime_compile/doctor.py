@@ -23,7 +23,7 @@ OLDEST = (2, 11)
 NEWEST = (2, 15)
 """The newest torch that the smoke set has passed on."""
 
-INCOMPATIBLE = {
+INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
     (
         "torch",
         (2, 11),

@@ -15,8 +15,15 @@ from slime_compile import torch_private
 
 PACKAGES = [Path(package.__file__).parent for package in (slime_compile, fx_passes)]
 PRIVATE = re.compile(r"^torch(?!\.ops\b)(\.\w+)*\._(?!_)\w+|^torch\.fx\.experimental")
-PUBLIC = {"torch.utils._pytree", "torch._dynamo", "torch._ops", "torch._ops.OpOverload"}
-"""Underscored, but what everybody uses: pytrees, overloads, and torch._dynamo.reset and config in texts."""
+PUBLIC = {
+    "torch.utils._pytree",
+    "torch._dynamo",
+    "torch._ops",
+    "torch._ops.OpOverload",
+    "torch._C",
+    "torch._C._nn",
+}
+"""Underscored, but what everybody uses: pytrees, overloads, F.linear's own name, torch._dynamo.reset in texts."""
 
 
 def private_names(source: str) -> set[str]:
