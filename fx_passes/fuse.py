@@ -22,6 +22,7 @@ from fx_passes.describe import (
     saved_bytes,
     too_small,
 )
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
@@ -141,7 +142,8 @@ def _read_in_backward(walk: Walk) -> set[Node]:
     live = computed(walk.graph, replacements)
     late = live - computed(walk.graph, replacements, forward=True)
     read = {replacements.get(arg, arg) for node in late for arg in _read_by(node)}
-    return {root for root in left if read & walk.context.changes.aliases[root]}
+    aliases = Aliases(walk.graph)  # of the views, too, that the walk has added
+    return {root for root in left if not read.isdisjoint(aliases.of(root))}
 
 
 def _read_by(node: Node) -> list[Node]:

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
-from fx_passes.graph.facts import rank_of, same, shape_of, value
-from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise
+from fx_passes.graph.facts import is_float_tensor, rank_of, same, shape_of, value
+from fx_passes.graph.operators import MATMULS, REDUCTIONS, VIEWS, is_elementwise
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
 from fx_passes.walk.columns import index_node
@@ -25,11 +25,7 @@ from fx_passes.walk.gradient import Leaving, affine_center, coefficients, with_o
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-_ABSORBING = REDUCTIONS | {
-    aten.cat.default
-}  # `cat` is written piece by piece, each as it is computed
 _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 
 # NOTE [Who reads a value decides how it is computed]
@@ -38,6 +34,8 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 # reductions read would not be stored, had the user's code stayed as it was: the compiler computes it where it is
 # needed. There the same coefficients are spelled out in the graph, for the compiler to do just that; a partial rewrite
 # stores nothing that the user's own code did not.
+#
+# Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all.
 
 
 def spell_out(c: Context, account: Account) -> None:
@@ -47,7 +45,8 @@ def spell_out(c: Context, account: Account) -> None:
     for new, leaving in list(account.leaving.items()):
         old, form = replaced[new], leaving.form
         absorbed = bool(form.others) or _only_absorbed([old, new], live)
-        if new in live and absorbed and not leaving.from_softmax and _few_columns(form):
+        ours = leaving.from_softmax or _is_made_by_a_matmul(c, form)
+        if new in live and absorbed and not ours and _few_columns(form):
             _replace(c, account, old, leaving)
 
 
@@ -70,6 +69,23 @@ def arithmetic(c: Context, form: Form, dtype: torch.dtype) -> Node:
 def _few_columns(form: Form) -> bool:
     counts = (shape_of(index)[form.vdim] for hot in form.hots for index in hot.index)
     return all(isinstance(count, int) and count <= _MOST_COLUMNS for count in counts)
+
+
+def _is_made_by_a_matmul(c: Context, form: Form) -> bool:
+    """Through whatever is done to the product element by element."""
+    assert form.x is not None
+    root = c.roots.root_of[form.x]
+    vocab = shape_of(root)[-1]
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        if node.target in MATMULS:
+            return True
+        rows = [n for n in node.all_input_nodes if is_float_tensor(n) and rank_of(n) > 1]
+        new = {n for n in rows if same(shape_of(n)[-1], vocab)} - seen
+        seen |= new
+        waiting += new
+    return False
 
 
 def _only_absorbed(nodes: list[Node], live: set[Node]) -> bool:
