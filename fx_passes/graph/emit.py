@@ -199,11 +199,6 @@ class Emitter:
         return self.call(aten.where.self, condition, chosen, other)
 
 
-def is_emitted(node: Node) -> bool:
-    """Made by a pass, not by the user's program."""
-    return bool(node.meta.get("slime_fused"))
-
-
 def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:
     """Whether the kernel of `view` can show the tensor in these sizes; its fake version believes some that it cannot.
 

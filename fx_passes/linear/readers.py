@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.graph.emit import Emitter, is_emitted
+from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import RESHAPES
 from fx_passes.graph.user_lines import source_of
@@ -111,19 +111,8 @@ def readers_of(root: Node, capped: bool) -> Readers:
 def _told(user: Node) -> str:
     if user.op == "output":
         return "the logits are returned, so they are made whole"
-    if is_emitted(user):
-        return _goes_on(user)
     where = source_of(user)
     return f"the logits are read by {user.target}{f' at {where}' if where else ''}, so they are made whole"
-
-
-def _goes_on(spelled: Node) -> str:
-    """The user's code goes on with the gradient, which `fuse` has spelled out for it."""
-    while is_emitted(spelled):
-        spelled = next(iter(spelled.users))
-    where = source_of(spelled)
-    read = f"read by {spelled.target}{f' at {where}' if where else ''}"
-    return f"the gradient of the logits is {read}, so it is made whole"
 
 
 def _sort(found: Readers, user: Node, wide: Node, capped: bool) -> bool:

@@ -10,8 +10,9 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused, add
 from fx_passes.algebra.forms import Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.facts import SizeArg, guarded_same, rank_of, same, shape_of, value
+from fx_passes.graph.facts import Shape, SizeArg, guarded_same, rank_of, same, shape_of, value
 from fx_passes.rules.indices import counting_axis, is_index
+from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
 from fx_passes.walk.columns import column
@@ -149,35 +150,43 @@ def _scattered(
     form, dim = operand, dim % len(operand.shape)
     if form.is_row and not form.e.atoms():
         form = form.with_(vdim=dim)
-    if dim != form.vdim or not _covers_rows(form, index):
+    if dim != form.vdim or not _covers_rows(form, shape_of(index)):
         raise Refused("a scatter over another dimension than the vocabulary")
     if not (accumulate or same(shape_of(index)[dim], 1)):
         raise Refused("several columns per row are overwritten")
     weight = _weight(c, form, src)
-    if isinstance(src, Node) and rank_of(src) and not _matches(form, src, index):
+    shape = src.shape if isinstance(src, Form) else _shape_of_rows(src)
+    if shape and not _matches(form, shape, index):
         raise Refused("a scatter of only some of what is given")
     return _with_column(c, form, index, weight, accumulate)
 
 
-def _covers_rows(form: Form, operand: Node) -> bool:
-    """The operand has the form's rows, and any number of columns."""
-    shape = shape_of(operand)
+def _shape_of_rows(src: Operand) -> Shape:
+    """Of a tensor with dimensions; numbers have none."""
+    return shape_of(src) if isinstance(src, Node) and rank_of(src) else ()
+
+
+def _covers_rows(form: Form, shape: Shape) -> bool:
+    """An operand of this shape has the form's rows, and any number of columns."""
     return len(shape) == len(form.shape) and all(
         at == form.vdim or guarded_same(size, whole)
         for at, (size, whole) in enumerate(zip(shape, form.shape, strict=True))
     )
 
 
-def _matches(form: Form, src: Node, index: Node) -> bool:
+def _matches(form: Form, shape: Shape, index: Node) -> bool:
     """As many rows as the form, and as many columns as the index."""
-    return _covers_rows(form, src) and same(shape_of(src)[form.vdim], shape_of(index)[form.vdim])
+    return _covers_rows(form, shape) and same(shape[form.vdim], shape_of(index)[form.vdim])
 
 
 def _weight(c: Context, form: Form, src: Operand) -> Poly:
     """What is written at a column; a sum that the user has computed stays as it is rounded.
 
-    The user's sum over the vocabulary is of the very same numbers, and where they cancel only equal ones do.
+    The user's sum over the vocabulary is of the very same numbers, and where they cancel only equal ones do. One number
+    over as many rows as a vocabulary has looks like a full-vocabulary constant.
     """
+    if isinstance(src, Form) and is_constant(src):
+        return src.e
     weight = c.rows.operand(src, len(form.shape))
     if weight is None:
         raise Refused("full-vocabulary values are written at columns")

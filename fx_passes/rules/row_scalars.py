@@ -53,9 +53,16 @@ def row_product(divided: bool) -> RowRule:
         factor = right.inverse() if divided else right
         if factor is None or len(left.terms) * len(factor.terms) > MAX_TERMS:
             return None
-        return left * factor
+        product = left * factor
+        return product if _is_kept(rows, {*left.atoms(), *factor.atoms()}, product) else None
 
     return rule
+
+
+def _is_kept(rows: RowScalars, atoms: set[Node], product: Poly) -> bool:
+    """No number per row cancels that may be zero or infinite: r / r is NaN then."""
+    gone = atoms.difference(product.atoms()) if not product.is_zero else ()
+    return all(not is_float_tensor(atom) or rows.is_positive(Poly.atom(atom)) for atom in gone)
 
 
 def row_log(rows: RowScalars, node: Node) -> Poly | None:

@@ -98,6 +98,24 @@ def test_inference_graphs(how: str) -> None:
     assert not last_report().graphs[0].training
 
 
+def test_as_many_rows_as_a_vocabulary_has() -> None:
+    """The gradient of a sum over them is one number, spread over what looks like a vocabulary."""
+
+    def fn(logits: Tensor, target: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(-1, target[:, None]).sum()
+
+    logits, target = torch.randn(40, 24, requires_grad=True), torch.arange(40) % 24
+    compiled = torch.compile(
+        fn, backend="slime_fused", options={"inner": "aot_eager", "min_vocab": 16}
+    )
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(logits, target), logits),
+        torch.autograd.grad(fn(logits, target), logits),
+    )
+    found = last_report().to_dict()
+    assert (found["fused"], found["wide_after"]) == (2, 0)
+
+
 def test_different_options_have_different_code() -> None:
     torch._dynamo.reset()
     before = len(slime_compile.reports())

@@ -308,7 +308,7 @@ def equals(m: Making) -> Node:
 
 
 def inverted(target: Any) -> Case:
-    return lambda m: m.call(target, m.mask(m.wide()))
+    return lambda m: m.call(target, columns_equal(m) if m.one(False, True) else m.mask(m.wide()))
 
 
 def where(m: Making) -> Node:

@@ -137,7 +137,9 @@ def check(row: Row, found: list[dict[str, Any]]) -> None:
     (grad,) = torch.autograd.grad((value * upstream).sum(), leaf)
     for rank, each in enumerate(found):
         reports = each["reports"]  # one, or with dynamic sizes another of the sizes alone
-        assert sum(report["fused"] for report in reports) >= 1, reports  # the gradient may be arithmetic
+        assert sum(report["fused"] for report in reports) >= 1, (
+            reports
+        )  # the gradient may be arithmetic
         if row.loss.startswith("megatron"):
             assert sum(report["wide_after"] for report in reports) <= 1, reports
         truth = {"value": value.detach(), "gradient": grad.chunk(row.ranks, -1)[rank]}

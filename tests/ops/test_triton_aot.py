@@ -308,4 +308,4 @@ def test_chunks_of_logits(
     assert len(launches) == 4
     assert len({launch.key for launch in launches}) == 1
     for launch in (of_stats[0], launches[0]):
-        check(compiled(launch, 90, tmp_path))
+        check(compiled(launch, 90, tmp_path), 90)

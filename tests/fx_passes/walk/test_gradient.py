@@ -99,6 +99,10 @@ def compare(
             continue  # `test_rules.py` looks at these, where it is known what eager does
         assert rounded is not None
         off = 1e-11 if dtype is not None else FAR * torch.finfo(torch.float32).eps
+        if wrong_elements(
+            rounded[user].double(), exact[user].double(), off * size, may_mend=False
+        ).any():
+            continue  # the program itself answers otherwise where it rounds
         found = rounded[node].double()
         wrong = wrong_elements(found, want, off * size, may_mend=False)
         assert not wrong.any(), (
