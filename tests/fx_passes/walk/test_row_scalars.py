@@ -51,9 +51,12 @@ def test_a_number_that_is_added_and_taken_away_is_gone() -> None:
 def test_products_and_quotients_of_single_terms() -> None:
     r = Read()
     a, b = r.row(), r.row()
+    again = r.s.call(aten.div.Tensor, r.s.call(aten.mul.Tensor, a, b), b)
+    assert r.rows.meaning(again) == Poly.atom(again), "NaN where b is 0"
+    e = r.s.call(aten.exp.default, b)
     assert r.rows.meaning(
-        r.s.call(aten.div.Tensor, r.s.call(aten.mul.Tensor, a, b), b)
-    ) == Poly.atom(a)
+        r.s.call(aten.div.Tensor, r.s.call(aten.mul.Tensor, a, e), e)
+    ) == Poly.atom(a), "an exponential is not 0"
     whole = r.s.call(aten.add.Tensor, a, b)
     quotient = r.s.call(aten.div.Tensor, a, whole)
     assert r.rows.meaning(quotient) == Poly.atom(quotient), "1 / (a + b) is no polynomial"
