@@ -317,7 +317,7 @@ MUTANTS = [
         ),
         (
             "an index with fewer rows is written to all", "rules/columns.py", "test_small_programs.py right and (overwritten)",
-            "    if dim != form.vdim or not _covers_rows(form, index):",
+            "    if dim != form.vdim or not _covers_rows(form, shape_of(index)):",
             "    if dim != form.vdim:",
         ),
         (

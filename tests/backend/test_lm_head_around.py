@@ -185,6 +185,7 @@ def test_compile_cache(tmp_path: Path, choice: str) -> None:
 # ---- ranks --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_ranks_are_compared() -> None:
     """Nothing that they exchange is another for a head in the graph; rows are taken before it on both."""
     known = len(slime_compile.reports())

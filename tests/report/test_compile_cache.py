@@ -58,6 +58,7 @@ print(json.dumps([*found, slime_compile.reports()[0].to_dict()]))
 """
 
 
+@pytest.mark.thorough
 def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
     """Compiled for logits that are no leaf, which is all the same where each call decides; then called with a leaf."""
     script = tmp_path / "leaf.py"
@@ -74,6 +75,7 @@ def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
     assert "the first backward tells" in before_backward["graphs"][0]["notes"][0]
 
 
+@pytest.mark.thorough
 def test_lines_are_those_of_this_process(tmp_path: Path) -> None:
     """The same function, further down in another file."""
     first, second = tmp_path / "first.py", tmp_path / "second.py"
@@ -94,6 +96,7 @@ CONSUMED = LEAF.replace(
 ).replace("in_place=False", 'in_place="leaf" not in sys.argv')
 
 
+@pytest.mark.thorough
 def test_where_logits_are_consumed_a_leaf_has_code_of_its_own(tmp_path: Path) -> None:
     script = tmp_path / "consumed.py"
     script.write_text(CONSUMED)
