@@ -87,7 +87,9 @@ class Emitter:
 
     def discard(self) -> None:
         """Erase every node made so far; the graph is the user's again."""
-        for node in reversed(self.created):
+        for node in self.created:  # what was made first may read what stands in for it since
+            node.args, node.kwargs = (), {}
+        for node in self.created:
             self.graph.erase_node(node)
         self.created.clear()
 
