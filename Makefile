@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test test-thorough test-capabilities test-torch smoke-torch bench fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities test-torch smoke-torch test-trainers bench fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only.
@@ -21,10 +21,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(VENV): $(INSTALLED)
 
 test: $(INSTALLED)
-	$(PY) -m pytest -n $(JOBS) -m "not slow and not thorough" $(TESTS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not thorough and not trainers" $(TESTS)
 
 test-thorough: $(INSTALLED)
-	$(PY) -m pytest -n $(JOBS) -m "thorough and not slow" $(TESTS)
+	$(PY) -m pytest -n $(JOBS) -m "thorough and not slow and not trainers" $(TESTS)
 
 # The numerical tests with each set of vector instructions that this machine has.
 test-capabilities: $(INSTALLED)
@@ -45,10 +45,28 @@ $(OTHER)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -n $(JOBS) -m "not slow" $(TESTS)
+	$(OTHER)/bin/python -m pytest -n $(JOBS) -m "not slow and not trainers" $(TESTS)
 
 smoke-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest -n $(JOBS) @tests/smoke.txt
+
+# The examples over other people's trainers; what cannot be installed is skipped.
+TRAINERS := .venv-trainers
+
+$(TRAINERS)/.installed: pyproject.toml constraints.txt
+	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		setuptools numpy packaging torch
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--no-build-isolation --editable ".[test]"
+	for package in transformers accelerate peft trl; do \
+		$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $$package \
+			|| echo "$$package cannot be installed here: its tests are skipped"; done
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core
+	touch $@
+
+test-trainers: $(TRAINERS)/.installed
+	$(TRAINERS)/bin/python -m pytest -m trainers tests/trainers
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)

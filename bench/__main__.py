@@ -1,11 +1,11 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|readme]`; without: README.md's table."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|holders|readme]`; without: README.md's table."""
 
 import argparse
 from pathlib import Path
 
 from bench.cases.losses import SPELLINGS
 from bench.commands import compile as first_compile
-from bench.commands import estimate, lm_head, loss, memory, partial, readme, speed, tp
+from bench.commands import estimate, holders, lm_head, loss, memory, partial, readme, speed, tp
 from bench.measure.cells import RESULTS
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "lm_head": (lm_head.main, "logits that a matmul makes, beside peers: memory, time, error"),
     "partial": (partial.main, "losses that are fused in part, beside inductor: memory, time"),
     "compile": (first_compile.main, "what the passes add to a first compile, and how it grows"),
+    "holders": (holders.main, "who holds the logits in real trainers while backward runs"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 

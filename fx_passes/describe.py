@@ -9,14 +9,13 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import byte_count, is_backward, is_float_tensor, shape_of, value
-from fx_passes.graph.operators import MATMULS, VIEWS
+from fx_passes.graph.operators import MATMULS, VIEWS, under
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig, Fused, Rejection
 from fx_passes.walk.verdict import Verdict, looks_wide, used_by_user
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
-
 
 _SUMMED = {aten.sum.dim_IntList, aten.sum.default}
 
@@ -52,7 +51,7 @@ def _fused(kind: str, origin: Node, node: Node) -> Fused:
 def gradients_that_come_in(walk: Walk) -> Iterator[str]:
     """Logits that the function returns have a gradient of their own, as large as they are."""
     for leaving in walk.account.leaving.values():
-        if any(is_tangent(_viewed(other)) for other, _ in leaving.form.others):
+        if any(is_tangent(under(other, VIEWS)) for other, _ in leaving.form.others):
             yield (
                 "the logits are an output of the compiled function, so a gradient for them may come in, as large as "
                 "they are; return them detached, or not at all, and none is made"
@@ -106,7 +105,7 @@ def saved_bytes(graph: Graph, wide: set[Node]) -> int:
     vocabularies = {str(shape_of(node)[-1]) for node in wide if shape_of(node)}
     kept: dict[Node, int] = {}
     for node in filter(is_backward, graph.nodes):
-        for memory in map(_viewed, node.all_input_nodes):
+        for memory in (under(each, VIEWS) for each in node.all_input_nodes):
             if is_backward(memory):
                 continue
             if memory in wide or _is_large(memory, vocabularies):
@@ -117,9 +116,3 @@ def saved_bytes(graph: Graph, wide: set[Node]) -> int:
 def _is_large(node: Node, vocabularies: set[str]) -> bool:
     shape = shape_of(node) if is_float_tensor(node) else ()
     return len(shape) >= 2 and str(shape[-1]) in vocabularies
-
-
-def _viewed(node: Node) -> Node:
-    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node

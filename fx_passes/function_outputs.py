@@ -35,6 +35,8 @@ def _drop(module: GraphModule, call: Node) -> int:
     forward, backward = (_body(module, argument) for argument in call.args[:2])
     if forward is None or backward is None or call.kwargs.get("dirty_idx"):
         return 0
+    if "non_differentiable_idx" not in call.kwargs:
+        return 0
     if not all(user.target is operator.getitem for user in call.users):
         return 0
     output = forward.graph.output_node()

@@ -6,7 +6,7 @@ mutating operator in the joint graph lets the partitioner move its users into th
 
     the logits are              the operator     it writes over them
     made in this graph          row_grad_        always
-    saved, and nobody else's    row_grad_over    unless the graph is retained
+    saved, and nobody else's    row_grad_over    unless the graph is retained, or somebody looked at what autograd saved
     the caller's own            row_grad_over    consume_logits=True: unless the graph is retained
     seen by the caller          row_grad_over    consume_logits="auto": where nobody else can see them at that moment
 
@@ -19,7 +19,7 @@ NOTE [What is decided at run time].
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -110,8 +110,9 @@ def inplace(
     for node in graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default):
         reason = ""
         owner: Owner = ""
+        after: list[Node] = []
         try:
-            owner = _check(graph, node, donated, consume_logits)
+            owner, after = _check(graph, node, donated, consume_logits)
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
@@ -120,11 +121,11 @@ def inplace(
             reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
-            _rewrite(graph, node, owner)
+            _rewrite(graph, node, owner, after)
     return decisions
 
 
-def _rewrite(graph: Graph, node: Node, owner: Owner) -> None:
+def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> None:
     x, terms, affine, index, weight, softmax, _, region = node.args
     assert isinstance(x, Node), node
     if not owner:
@@ -136,7 +137,6 @@ def _rewrite(graph: Graph, node: Node, owner: Owner) -> None:
         write.meta = {**node.meta, "val": None}
         node.replace_all_uses_with(x)
     else:
-        after = list(_unordered(graph, x, node))
         others = _others(graph, x) if owner == "caller" else []
         with graph.inserting_before(node):
             write = graph.call_function(
@@ -162,17 +162,17 @@ def _others(graph: Graph, x: Node) -> list[Node]:
 # ---- the checks ---------------------------------------------------------------------------------------------------
 
 
-def _check(graph: Graph, node: Node, donated: set[Node], consume_logits: Consume) -> Owner:
-    """Who owns the logits; see `Owner`."""
+def _check(
+    graph: Graph, node: Node, donated: set[Node], consume_logits: Consume
+) -> tuple[Owner, list[Node]]:
+    """Who owns the logits, see `Owner`; and where that is asked at run time, what has to run before."""
     x = node.args[0]
     assert isinstance(x, Node), node
     aliases = Aliases(graph)
     _check_layout(x, node)
     _check_readers(graph, aliases, x, node)
     owner = _owner(graph, aliases, x, donated, consume_logits)
-    if owner:
-        list(_unordered(graph, x, node))
-    return owner
+    return owner, list(_unordered(aliases, x, node)) if owner else []
 
 
 def _check_layout(x: Node, node: Node) -> None:
@@ -182,23 +182,24 @@ def _check_layout(x: Node, node: Node) -> None:
     if _same_layout(x, node):
         return
     leaves_only = all(user.op == "output" for user in node.users)
-    if not (leaves_only and non_overlapping(old)):
+    if not (leaves_only and _non_overlapping(old)):
         raise _Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
 
 
 def _same_layout(x: Node, node: Node) -> bool:
-    return _same(value(x).stride(), value(node).stride())
+    """The stride of a dimension of one element says nothing: Megatron's [1, T, V] has (V, V, 1)."""
+    old, new = value(x), value(node)
+    pairs = zip(old.shape, old.stride(), new.stride(), strict=True)
+    return all(statically_known_true(n == 1) or statically_known_true(a == b) for n, a, b in pairs)
 
 
-def _same(left: Sequence[Size], right: Sequence[Size]) -> bool:
-    return all(statically_known_true(a == b) for a, b in zip(left, right, strict=True))
-
-
-def non_overlapping(logits: torch.Tensor) -> bool:
+def _non_overlapping(logits: torch.Tensor) -> bool:
     """Every element has a place of its own, as far as the strides say for certain."""
     extent: Size = 1
     dims = [(d, s) for d, s in zip(logits.stride(), logits.shape, strict=True)]
     for stride, size in reversed(dims):
+        if statically_known_true(size == 1):
+            continue
         if not statically_known_true(stride >= extent):
             return False
         extent = stride * size
@@ -211,7 +212,7 @@ def non_overlapping(logits: torch.Tensor) -> bool:
 # came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by the gradient alone.
 
 
-def is_kernel(node: Node) -> bool:
+def _is_kernel(node: Node) -> bool:
     target = node.target
     own = isinstance(target, torch._ops.OpOverload) and target.namespace == "slime_fused"
     return own or target in MATMULS
@@ -230,16 +231,15 @@ def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
                 continue
             if order[user] > order[node]:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
-            if not is_kernel(user) and not descendants(user, node) <= before:
+            if not _is_kernel(user) and not descendants([user], node) <= before:
                 raise _Refused(
                     f"the logits are read at {source_of(user) or user.name}, for later use"
                 )
 
 
-def _unordered(graph: Graph, x: Node, node: Node) -> Iterator[Node]:
+def _unordered(aliases: Aliases, x: Node, node: Node) -> Iterator[Node]:
     """Results that tell that the readers of the logits which the gradient does not depend on have run."""
     before = ancestors([node])
-    aliases = Aliases(graph)
     for reader in dict.fromkeys(user for alias in aliases.of(x) for user in alias.users):
         if reader is node or reader in before or aliases.only_views(reader, x):
             continue

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import rank_of, same, shape_of
-from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.operators import RESHAPES, under
 from fx_passes.graph.order import tidy
 from fx_passes.torch_private import detect_fake_mode
 
@@ -35,8 +35,10 @@ def use_whole_logits(graph: Graph) -> int:
         )
         if (whole := _whole(node.args[0])) is not None
     ]
+    if not found:
+        return 0
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
-    if not found or fake_mode is None:
+    if fake_mode is None:
         return 0
     emit = Emitter(graph, fake_mode)
     for node in list(graph.nodes):
@@ -51,12 +53,10 @@ def use_whole_logits(graph: Graph) -> int:
     return len(found)
 
 
-def _whole(x: object) -> Node | None:
+def _whole(x: Node) -> Node | None:
     """The input that `x` is a reshape of, rows kept."""
-    node = x
-    while isinstance(node, Node) and node.op == "call_function" and node.target in _SAME_ROWS:
-        node = node.args[0]
-    if node is x or not isinstance(node, Node) or node.op != "placeholder" or not rank_of(node):
+    node = under(x, _SAME_ROWS)
+    if node is x or node.op != "placeholder" or not rank_of(node):
         return None
     return node if same(shape_of(node)[-1], shape_of(x)[-1]) else None
 

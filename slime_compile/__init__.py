@@ -8,7 +8,10 @@ What is public, by home; everything is imported on first use:
     dry_run.explain     explain: what would be fused
     dry_run.estimate    estimate_peak: the peak memory of a loss at any size; Estimate
     dynamo.remedies     inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
+    deferred.handle     defer_logits: a model hands out its logits without making them; DeferHandle
+    deferred.logits     DeferredLogits: what it hands out; with_tensors: for a loss that insists on tensors
     rl.log_probs        log_probs_and_entropy: the same operators for eager callers
+    rl.linear_log_probs linear_log_probs_and_entropy: the same of hidden and weight, never with all logits
     rl.packing          Packing: where samples lie in packed logits
     rl.packed           shifted_targets, response_slices and what goes with them
     rl.redistribute     redistribute_to_zigzag: per-sample values between layouts of context parallelism
@@ -23,10 +26,13 @@ from typing import TYPE_CHECKING, Any
 from slime_compile.version import __version__
 
 if TYPE_CHECKING:
+    from slime_compile.deferred.handle import DeferHandle, defer_logits
+    from slime_compile.deferred.logits import DeferredLogits, with_tensors
     from slime_compile.dry_run.estimate import Estimate, estimate_peak
     from slime_compile.dry_run.explain import explain
     from slime_compile.dynamo.remedies import inline_nested_compile, trace_distributed_nn
     from slime_compile.report import Report, reports, summary
+    from slime_compile.rl.linear_log_probs import linear_log_probs_and_entropy
     from slime_compile.rl.log_probs import log_probs_and_entropy
     from slime_compile.rl.memory_model import max_tokens_for, peak_bytes
     from slime_compile.rl.memory_probe import MemoryRecord, memory_probe
@@ -47,17 +53,21 @@ if TYPE_CHECKING:
     from slime_compile.rl.redistribute import redistribute_to_zigzag
 
 __all__ = [
+    "DeferHandle",
+    "DeferredLogits",
     "Estimate",
     "MemoryRecord",
     "Packing",
     "Report",
     "ResponseSlice",
     "__version__",
+    "defer_logits",
     "estimate_peak",
     "explain",
     "flatten_logits",
     "inline_nested_compile",
     "join_responses",
+    "linear_log_probs_and_entropy",
     "log_probs_and_entropy",
     "max_tokens_for",
     "memory_probe",
@@ -75,10 +85,15 @@ __all__ = [
     "split_responses",
     "summary",
     "trace_distributed_nn",
+    "with_tensors",
 ]
 
 _HOMES = {
+    "DeferHandle": "deferred.handle",
+    "DeferredLogits": "deferred.logits",
+    "defer_logits": "deferred.handle",
     "explain": "dry_run.explain",
+    "linear_log_probs_and_entropy": "rl.linear_log_probs",
     "log_probs_and_entropy": "rl.log_probs",
     "Estimate": "dry_run.estimate",
     "estimate_peak": "dry_run.estimate",
@@ -102,6 +117,7 @@ _HOMES = {
     "redistribute_to_zigzag": "rl.redistribute",
     "inline_nested_compile": "dynamo.remedies",
     "trace_distributed_nn": "dynamo.remedies",
+    "with_tensors": "deferred.logits",
     "Report": "report",
     "reports": "report",
     "summary": "report",

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends import registry as backend_registry
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.eval_frame import innermost_fn
+    from torch._dynamo.eval_frame import innermost_fn, skip_code
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch._logging._internal import trace_structured
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.autograd import Variable
     from torch.distributed import distributed_c10d
     from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
@@ -47,11 +49,13 @@ if TYPE_CHECKING:
     function_modes = torch._C._len_torch_function_stack
     graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
     has_internal_overlap = torch._debug_has_internal_overlap
+    saved_tensors_hooks_at_work = torch._C._autograd._top_saved_tensors_default_hooks
     storage_use_count = torch._C._storage_Use_Count
     torch_check = torch._check
 
 __all__ = [
     "REDUCE_OP_TO_STR",
+    "AutogradFunctionVariable",
     "CompileContext",
     "CustomGraphPass",
     "FakeTensor",
@@ -64,6 +68,7 @@ __all__ = [
     "TangentAOTInput",
     "TorchDispatchMode",
     "TracingContext",
+    "Variable",
     "aot_autograd",
     "backend_registry",
     "cache_dir",
@@ -85,7 +90,9 @@ __all__ = [
     "innermost_fn",
     "list_mode_options",
     "min_cut_rematerialization_partition",
+    "saved_tensors_hooks_at_work",
     "select_decomp_table",
+    "skip_code",
     "storage_use_count",
     "sym_or",
     "torch_check",
@@ -163,6 +170,17 @@ INTERFACES = {
         "fw_metadata.bw_donated_idxs: inputs of a backward graph that nobody else sees",
         "without it nothing may be written in place",
         ("try_get",),
+    ),
+    "Variable": Interface(
+        "torch.autograd:Variable",
+        "the engine that backward runs in, whose errors name consume_logits",
+        "leave torch's message as it is: drop backend/consumed.py",
+        ("_execution_engine",),
+    ),
+    "saved_tensors_hooks_at_work": Interface(
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "a checkpoint or save_on_cpu around a loss that may overwrite its logits",
+        "what AOTAutograd asks before it inlines such hooks",
     ),
     # ---- the report and dry runs
     "trace_structured": Interface(
@@ -300,6 +318,19 @@ INTERFACES = {
         "torch.distributed._functional_collectives:REDUCE_OP_TO_STR",
         "names of reductions, for the same",
         "see functional_all_reduce",
+    ),
+    "AutogradFunctionVariable": Interface(
+        "torch._dynamo.variables.misc:AutogradFunctionVariable",
+        "deferred logits that a traced autograd.Function is given, which must be a tensor",
+        "where Dynamo calls Function.forward; tests/deferred tell",
+        ("call_apply",),
+        early=False,
+    ),
+    "skip_code": Interface(
+        "torch._dynamo.eval_frame:skip_code",
+        "methods of deferred logits are traced as a part of the user's function, never by themselves",
+        "what torch.compiler.set_stance or torch._dynamo.skip call",
+        early=False,
     ),
     "get_torch_obj_rule_map": Interface(
         "torch._dynamo.trace_rules:get_torch_obj_rule_map",

@@ -122,13 +122,23 @@ MUTANTS = [
         ),
         (
             "an exponential times the logits forgets the scale", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (two_temperatures or temperature_number or entropy_expected or group_policy)",
-            "b = b + term.a * affine_side.f * inverse",
+            "b = b + term.a * factor",
             "b = b + term.a * affine_side.f",
         ),
         (
             "a softmax times two factors of logits", "algebra/arithmetic.py", "test_small_programs.py right and (times_logits)",
-            "            if not term.b.is_zero or inverse is None:",
-            "            if inverse is None:",
+            "            if not term.b.is_zero:",
+            "            if False:",
+        ),
+        (
+            "a scale of zero is divided by", "algebra/poly.py", "test_soundness.py zero_factor",
+            "return None if below & above else result",
+            "return result",
+        ),
+        (
+            "a product in another dimension", "algebra/arithmetic.py", "test_soundness.py counting",
+            'raise Refused("the operands keep the vocabulary in different dimensions")',
+            "pass",
         ),
         (
             "a product of two softmaxes", "algebra/arithmetic.py", "test_soundness.py precision",
@@ -382,8 +392,23 @@ MUTANTS = [
         ),
         (
             "alpha is not looked at", "rules/pointwise.py", "test_small_programs.py right and (alpha)",
-            "        return add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)",
-            "        return add(one, scaled(two, Poly.number(sign)), c.rows.zero_outside)",
+            "        total = add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)",
+            "        total = add(one, scaled(two, Poly.number(sign)), c.rows.zero_outside)",
+        ),
+        (
+            "logits vanish from a value", "rules/pointwise.py", "test_soundness.py not_a_number",
+            "    if result.is_row or (told",
+            "    if (told",
+        ),
+        (
+            "a sum is divided by in the exponent, however often", "rules/pointwise.py", "test_soundness.py precision",
+            "            if not _is_centered(moved, exponent):",
+            "            if False:",
+        ),
+        (
+            "a moved mask lets garbage through", "walk/row_scalars.py", "test_soundness.py garbage",
+            "- seen if node.target in _ROW_MOVES else set()",
+            "- seen if False else set()",
         ),
         (
             "exp of anything", "rules/pointwise.py", "test_small_programs.py right and (exp_of)",
@@ -542,8 +567,13 @@ MUTANTS = [
         ),
         (
             "overlapping logits are overwritten", "inplace.py", "test_inplace.py",
-            "    if not (leaves_only and non_overlapping(old)):",
+            "    if not (leaves_only and _non_overlapping(old)):",
             "    if not leaves_only:",
+        ),
+        (
+            "the stride of a single row counts", "inplace.py", "test_inplace.py single_row",
+            "statically_known_true(n == 1) or ",
+            "",
         ),
         (
             "given logits are consumed unasked", "inplace.py", "test_inplace.py",
@@ -607,7 +637,7 @@ MUTANTS = [
         ),
         (
             "an element-wise reader is a kernel", "inplace.py", "test_inplace.py",
-            "            if not is_kernel(user) and not descendants(user, node) <= before:",
+            "            if not _is_kernel(user) and not descendants([user], node) <= before:",
             "            if False:",
         ),
         (

@@ -9,9 +9,12 @@ import slime_compile
 
 MODULES = [
     "backend",
+    "deferred.handle",
+    "deferred.logits",
     "dry_run.estimate",
     "dry_run.explain",
     "dynamo.remedies",
+    "rl.linear_log_probs",
     "rl.log_probs",
     "rl.memory_model",
     "rl.memory_probe",

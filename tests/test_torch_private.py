@@ -20,10 +20,8 @@ PUBLIC = {
     "torch._dynamo",
     "torch._ops",
     "torch._ops.OpOverload",
-    "torch._C",
-    "torch._C._nn",
 }
-"""Underscored, but what everybody uses: pytrees, overloads, F.linear's own name, torch._dynamo.reset in texts."""
+"""Underscored, but what everybody uses: pytrees, overloads, torch._dynamo.reset in texts."""
 
 
 def private_names(source: str) -> set[str]:

@@ -76,6 +76,7 @@ print(slime_compile.__file__, slime_compile.summary().fused)
 """
 
 
+@pytest.mark.thorough
 def test_it_works_in_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()

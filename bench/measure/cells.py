@@ -23,7 +23,9 @@ from bench.measure.measure import CellFailed
 
 RESULTS = Path(__file__).parents[1] / "results"
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("torch", "triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "flash-attn")
+_PACKAGES = (
+    "torch", "triton", "megatron-core", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "flash-attn"
+)  # fmt: skip
 
 Cells = dict[str, Callable[[], dict[str, Any]]]
 """What makes the numbers of each cell, by the cell's name in the file."""

@@ -138,13 +138,13 @@ def _overlay(left: Poly, right: Poly, zero_outside: Container[Node]) -> Poly | N
 
 def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], Poly]) -> Form:
     """W1 * W2 where one side is a row scalar, or the product of an exponential with one more factor."""
+    base = join(left, right)
     if right.is_row and right.x is None:
         return scaled(left, right.e)
     if left.is_row and left.x is None:
         return scaled(right, left.e)
     only_known(left, right)
     _check_clamped(left, right)
-    base = join(left, right)
     if left.exps and right.exps:  # its exponent may overflow where neither factor does
         raise Refused("a product of two softmaxes")
     exps = _times_exps(left, right) + _times_exps(right, left)
@@ -181,10 +181,14 @@ def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
     for term in exp_side.exps:
         a, b = term.a * affine_side.e, term.b * affine_side.e
         if not affine_side.f.is_zero:
-            inverse = term.scale.inverse()
-            if not term.b.is_zero or inverse is None:
+            factor = affine_side.f.over(term.scale)
+            if not term.b.is_zero:
                 raise Refused("a softmax times the square of the logits")
-            b = b + term.a * affine_side.f * inverse
+            if factor is None:
+                raise Refused(
+                    "the logits meet their softmax in another scale, and that scale may be 0"
+                )
+            b = b + term.a * factor
         if not (a.is_zero and b.is_zero):
             result.append(Exp(term.scale, term.shift, a, b, term.extent))
     return tuple(result)

@@ -85,6 +85,16 @@ class Poly:
         number, monomial = single
         return Poly({tuple((atom, -power) for atom, power in monomial): 1.0 / number})
 
+    def over(self, divisor: Poly) -> Poly | None:
+        """`self / divisor`; None where something may be 0 that is divided by, and is a factor of `divisor`."""
+        inverse = divisor.inverse()
+        if inverse is None:
+            return None
+        result = self * inverse
+        below = {atom for monomial in result.terms for atom, power in monomial if power < 0}
+        above = {atom for monomial in divisor.terms for atom, power in monomial if power > 0}
+        return None if below & above else result
+
     def map_atoms(self, change: Callable[[Node], Node]) -> Poly:
         """Every atom replaced; the monomials are put in order again."""
         result = Poly()

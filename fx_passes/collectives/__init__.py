@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from fx_passes.collectives.plan import AllReduce, Plan
 from fx_passes.collectives.replay import Replay
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import ranks_of, same_shape, shape_of, value
+from fx_passes.graph.facts import hint, ranks_of, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import sort
 from fx_passes.torch_private import FakeTensorMode
@@ -61,7 +61,6 @@ def merge(
     if before and enabled:
         for group in dict.fromkeys(each.group for each in _all_reduces(graph)):
             if isinstance(group, str):
-                sort(graph)  # the group before may have put results behind their readers
                 notes += _merge_group(graph, fake_mode, is_wide, group)
     return Merged(before, _count(graph), tuple(dict.fromkeys(notes)))
 
@@ -97,9 +96,21 @@ def _merge_group(
         ]
     emitter = Emitter(graph, fake_mode)
     with graph.inserting_before(graph.output_node()):
-        _replace(graph, Replay(emitter, plan, group, ranks).results())
+        made = Replay(emitter, plan, group, ranks).results()
+        _replace(graph, {each: _laid_out(emitter, new, each.wait) for each, new in made.items()})
     sort(graph)  # the next group's plan goes through it in order
     return plan.notes
+
+
+def _laid_out(emitter: Emitter, made: Node, wait: Node) -> Node:
+    """`made` packed as an all-reduce hands out its result, where rows lie in another order: views of it follow.
+
+    By the numbers that the graph was traced with, as every layout in a compiled graph.
+    """
+    packed, found = ([hint(s) for s in value(node).stride()] for node in (wait, made))
+    if packed == found or not value(wait).is_contiguous():
+        return made
+    return emitter.call(aten.clone.default, made, memory_format=torch.contiguous_format)
 
 
 def _drop_copies(waits: Iterable[Node]) -> None:

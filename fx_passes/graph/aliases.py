@@ -24,12 +24,18 @@ def changed_inputs(graph: Graph) -> set[Node]:
 
     Whoever reads one of these later than forward finds what forward has written there.
     """
+    written = {n for each in graph.nodes for n in written_inputs(each)} | changed_outside(graph)
+    if not written:
+        return set()
     aliases = Aliases(graph)
-    described = graph.output_node().meta.get("desc") or ()
-    updated = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
-    written = [n for each in graph.nodes for n in written_inputs(each)]
-    written += [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated]
     return {alias for node in written for alias in aliases.of(node)}
+
+
+def changed_outside(graph: Graph) -> set[Node]:
+    """Inputs that torch copies over when forward is done: their new value is an output."""
+    described = graph.output_node().meta.get("desc") or ()
+    updated = {each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)}
+    return {n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated}
 
 
 class Aliases:

@@ -6,10 +6,12 @@ Entry point: `mark_backward`, by which `fuse` begins; the passes after it keep t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward
+from fx_passes.graph.order import ancestors
 from fx_passes.torch_private import GradAOTOutput, TangentAOTInput
 
 # NOTE [What belongs to backward]
@@ -25,7 +27,10 @@ from fx_passes.torch_private import GradAOTOutput, TangentAOTInput
 
 
 def is_tangent(node: Node) -> bool:
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
+    desc: Any = node.meta.get("desc")
+    while hasattr(desc, "base"):  # a part of a DTensor
+        desc = desc.base
+    return isinstance(desc, TangentAOTInput)
 
 
 def is_joint(graph: Graph) -> bool:
@@ -64,13 +69,8 @@ def _needed_by_forward(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if is_tangent(node) or is_backward(node) or late.intersection(node.all_input_nodes):
             late.add(node)
-    waiting = [n for n in (*_returned(graph), *_effects(graph)) if n not in late]
-    found = set(waiting)
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
-        waiting += new
-    return found
+    needed = [n for n in (*_returned(graph), *_effects(graph)) if n not in late]
+    return ancestors(needed) | set(needed)
 
 
 def _returned(graph: Graph) -> Iterator[Node]:

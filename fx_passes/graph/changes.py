@@ -12,10 +12,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fx_passes.graph.aliases import Aliases, written_inputs
+from fx_passes.graph.aliases import Aliases, changed_outside, written_inputs
 from fx_passes.graph.backward import is_joint
 from fx_passes.graph.facts import is_backward
-from fx_passes.torch_private import InputMutationAOTOutput
 
 # NOTE [Logits that the graph changes]
 # A joint graph is functional: a change of an input in place is a new value that is copied over the input at the end of
@@ -63,14 +62,18 @@ def changes_of(graph: Graph) -> Changes:
     """Nothing in a graph without a backward."""
     if not is_joint(graph):
         return Changes()
-    aliases = Aliases(graph)
     writes: dict[Node, list[Node]] = {}
+    late = set()
     for node in graph.nodes:
-        if not is_backward(node):
-            for written in written_inputs(node):
+        for written in written_inputs(node):
+            if is_backward(node):
+                late.add(written)
+            else:
                 writes.setdefault(written, []).append(node)
-    outside = _changed_outside(graph)
-    outside |= {n for each in graph.nodes for n in written_inputs(each) if n not in writes}
+    outside = changed_outside(graph) | (late - writes.keys())  # backward alone
+    if not writes and not outside:
+        return Changes()
+    aliases = Aliases(graph)
     left, never = {}, {alias for node in outside for alias in aliases.of(node)}
     for written in writes:
         memory = frozenset(aliases.of(written))
@@ -99,10 +102,3 @@ def _left_in(node: Node, writes: list[Node]) -> Node | None:
     (write,) = writes
     value = write.args[1] if write.target is torch.ops.aten.copy_.default else None
     return value if isinstance(value, Node) else None
-
-
-def _changed_outside(graph: Graph) -> set[Node]:
-    """Inputs that torch copies over when forward is done: their new value is an output."""
-    described = graph.output_node().meta.get("desc") or ()
-    updated = {each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)}
-    return {n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated}

@@ -156,6 +156,12 @@ class Emitter:
             node = packed
         return self.call(aten.view.default, node, list(sizes))
 
+    def laid_out_as(self, node: Node, other: Node) -> Node:
+        """`node`, packed where its strides are not those of `other`, which the program's own views rely on."""
+        if same_shape(value(node).stride(), value(other).stride()):
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
     def expand(self, node: Node, sizes: Sequence[SizeArg]) -> Node:
         if same_shape(shape_of(node), sizes):
             return node

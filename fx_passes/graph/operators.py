@@ -5,6 +5,7 @@ Which of them a form survives, and how, is not said here but in `rules/`.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -77,6 +78,16 @@ REDUCTIONS: set[Target] = {
     aten.prod.dim_int,
 }
 ALL_REDUCE: set[Target] = {c10d.all_reduce.default, c10d.wait_tensor.default}
+
+
+def under(node: Node, targets: Container[Target]) -> Node:
+    """What `node` shows through operators of `targets`, by their first arguments; `node` itself if of none."""
+    while node.op == "call_function" and node.target in targets:
+        inner = node.args[0]
+        if not isinstance(inner, Node):
+            break
+        node = inner
+    return node
 
 
 def is_elementwise(node: Node) -> bool:

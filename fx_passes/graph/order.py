@@ -22,10 +22,10 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def descendants(start: Node, stop: Node) -> set[Node]:
-    """`start` and what is computed from it other than through `stop`."""
-    found = {start}
-    waiting = [start]
+def descendants(nodes: Iterable[Node], stop: Node | None = None) -> set[Node]:
+    """`nodes` and all that is computed from them other than through `stop`."""
+    found = set(nodes)
+    waiting = list(found)
     while waiting:
         new = set(waiting.pop().users) - found - {stop}
         found |= new

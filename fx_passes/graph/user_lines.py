@@ -1,4 +1,7 @@
-"""Where the user wrote a node: the last frame of its stack trace that is not torch's own, as `file:line`."""
+"""Where the user wrote a node: the last frame of its stack trace that is not a library's, as `file:line`.
+
+Torch is one; `skip_folder` names others whose lines stand between the user's and the operator.
+"""
 
 import re
 from pathlib import Path
@@ -6,9 +9,15 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = [str(Path(torch.__file__).parent)]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+
+
+def skip_folder(folder: str) -> None:
+    """From now on frames of files below `folder` are nobody's."""
+    if folder not in _LIBRARIES:
+        _LIBRARIES.append(folder)
 
 
 def frames(stack_trace: str) -> list[tuple[str, int, str]]:
@@ -19,5 +28,5 @@ def frames(stack_trace: str) -> list[tuple[str, int, str]]:
 def source_of(node: Node) -> str:
     """`file:line` of the innermost user frame, or "" where torch recorded none."""
     every = frames(node.meta.get("stack_trace") or "")
-    found = [frame for frame in every if not frame[0].startswith(_TORCH)] or every
+    found = [frame for frame in every if not frame[0].startswith(tuple(_LIBRARIES))] or every
     return f"{found[-1][0]}:{found[-1][1]}" if found else ""

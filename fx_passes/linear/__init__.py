@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from fx_passes.graph.aliases import changed_inputs
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import byte_count, shape_of
-from fx_passes.graph.order import tidy
+from fx_passes.graph.order import descendants, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import SHARE, Sizes
 from fx_passes.linear.gradients import Products, products_of
@@ -33,7 +33,6 @@ from fx_passes.linear.in_forward import NotInForward
 from fx_passes.linear.pieces import pieces_of, sizes_of
 from fx_passes.linear.readers import (
     Readers,
-    descendants,
     has_statistics,
     origin_of,
     readers_of,

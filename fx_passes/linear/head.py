@@ -203,7 +203,7 @@ def _alone(node: Node, reader: Node) -> Node | None:
 
 def _keeps_last(node: Node) -> bool:
     shape, inner = shape_of(node), shape_of(node.args[0])
-    return bool(shape) and same(shape[-1], inner[-1])
+    return bool(shape) and bool(inner) and same(shape[-1], inner[-1])
 
 
 def _is_plain_bias(bias: Node, node: Node, product: Node) -> bool:

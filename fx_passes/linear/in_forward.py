@@ -34,9 +34,8 @@ from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, TURNS
-from fx_passes.graph.order import ancestors
+from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear.readers import descendants
 
 aten = torch.ops.aten
 prims = torch.ops.prims

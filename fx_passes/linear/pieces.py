@@ -15,10 +15,11 @@ from torch.fx import Node
 
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import shape_of, value
+from fx_passes.graph.order import descendants
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import Sizes, beside_softcap
 from fx_passes.linear.head import is_head, made_of, weight_of
-from fx_passes.linear.readers import descendants, gradients_of
+from fx_passes.linear.readers import gradients_of
 from fx_passes.outcome import Rejection
 
 ROWS_UNKNOWN = 1 << 16  # what a symbolic number of rows counts as: the next call may have so many

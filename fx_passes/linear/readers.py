@@ -7,7 +7,6 @@ hidden states, columns to gather.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.operators import RESHAPES, under
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import Refused
 from fx_passes.linear.softcap import derivative_of
@@ -79,17 +78,6 @@ def rows_of(wide: Node) -> Node:
             break
         wide = inner
     return wide
-
-
-def descendants(nodes: Sequence[Node]) -> set[Node]:
-    """`nodes` and all that is computed from them."""
-    found = set(nodes)
-    waiting = list(nodes)
-    while waiting:
-        new = set(waiting.pop().users) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def readers_of(root: Node, capped: bool) -> Readers:
@@ -161,7 +149,7 @@ def _moves_rows(node: Node, moved: dict[Node, None]) -> bool:
     if target is aten.cat.default:
         pieces: Any = wide
         return all(piece in moved for piece in pieces) and _is_row_dim(node, _dim(node, 1))
-    if not isinstance(wide, Node) or not shape_of(node):
+    if not isinstance(wide, Node) or not is_float_tensor(wide) or not shape_of(wide):
         return False
     if target in SAME_ROWS:
         return len(shape_of(node)) > 1 and same(shape_of(node)[-1], shape_of(wide)[-1])
@@ -183,9 +171,7 @@ def _is_row_dim(wide: Node, dim: int) -> bool:
 
 def origin_of(wide: Node) -> Node:
     """The value whose rows `wide` has, all of them and in the same order."""
-    while wide.op == "call_function" and wide.target in SAME_ROWS:
-        wide = wide.args[0]  # type: ignore[assignment]
-    return wide
+    return under(wide, SAME_ROWS)
 
 
 class Rows:

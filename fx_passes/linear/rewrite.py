@@ -357,9 +357,8 @@ class Rewrite:
     # -- putting ---------------------------------------------------------------------------------
 
     def _put(self, old: Node, new: Node) -> None:
-        """`new` in the place of `old`, whose strides the program's own views of it rely on."""
-        if not same_shape(value(old).stride(), value(new).stride()):
-            new = self.emit.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+        """`new` in the place of `old`, and laid out as it."""
+        new = self.emit.laid_out_as(new, old)
         assert same_shape(shape_of(old), shape_of(new)), (old, new)
         assert value(old).dtype == value(new).dtype, (old, new)
         self.replacements[old] = new

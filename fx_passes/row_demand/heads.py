@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import hint
 
-_LINEAR: set[Any] = {F.linear, torch._C._nn.linear}
+_LINEAR: set[Any] = {F.linear}
 _MATMULS: set[Any] = {torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"}
 _ADDMM: set[Any] = {torch.addmm}
 _TWO_DIMENSIONS: set[Any] = {torch.mm, "mm", torch.addmm}

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_passes.graph.facts import same_shape
-from fx_passes.graph.order import ancestors
+from fx_passes.graph.order import ancestors, descendants
 from fx_passes.row_demand.heads import Head, example
 from fx_passes.row_demand.moves import joins, kind_of
 
-_POINTWISE: set[Any] = {
+POINTWISE: set[Any] = {
     operator.truediv, operator.mul, operator.add, operator.sub, operator.neg,
     torch.div, torch.mul, torch.tanh, torch.neg, torch.add, torch.sub,
     "div", "mul", "add", "sub", "neg", "tanh", "float", "double", "half", "bfloat16", "to", "type",
@@ -152,7 +152,7 @@ def _alike(region: Region, pieces: Sequence[Node]) -> bool:
 
 def _is_point(node: Node, inner: Node) -> bool:
     """Each element of the result follows from the same element of `inner`, and from numbers or values of its row."""
-    if node.target not in _POINTWISE or not _same_shape(node, inner):
+    if node.target not in POINTWISE or not _same_shape(node, inner):
         return False
     others = [example(each) for each in node.all_input_nodes if each is not inner]
     return all(_is_narrow(each, example(inner)) for each in others)
@@ -236,18 +236,9 @@ def _undisturbed(region: Region) -> bool:
     if not region.flat:
         return True
     fixed = all(not _symbols(size) for node in region.boundary for size in example(node).shape[:-1])
-    made = _descendants(region.boundary)
+    made = descendants(region.boundary)
     changed = (n.args[0] for n in _after(region.head.node) if is_change(n) and n.args)
     return fixed and not any(each in made for each in changed)
-
-
-def _descendants(nodes: Sequence[Node]) -> set[Node]:
-    found, waiting = set(nodes), list(nodes)
-    while waiting:
-        new = set(waiting.pop().users) - found
-        found |= new
-        waiting += new
-    return found
 
 
 def is_change(node: Node) -> bool:

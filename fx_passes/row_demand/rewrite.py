@@ -83,13 +83,13 @@ def _pointwise(region: Region, point: Node, boundary: Node, part: Node, moved: R
         found = example(arg)
         if not isinstance(arg, Node) or not isinstance(found, Tensor) or found.dim() < 2:
             return arg
-        return _rows_of(region, arg, inner, boundary, moved)
+        return _numbers_of(region, arg, inner, boundary, moved)
 
     args, kwargs = torch.fx.map_arg((point.args, point.kwargs), operand)
     return copied(point, args, kwargs)
 
 
-def _rows_of(region: Region, arg: Node, inner: Node, boundary: Node, moved: Replay) -> Node:
+def _numbers_of(region: Region, arg: Node, inner: Node, boundary: Node, moved: Replay) -> Node:
     """Numbers for the rows of `inner`, [..., 1], at those that `boundary` takes."""
     graph = arg.graph
     lead = enumerate(example(inner).shape[:-1])

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused, add, only_unclamped, product, scaled
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
-from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
@@ -64,9 +64,29 @@ def plus(sign: float) -> Callable[..., Result]:
             raise Refused("a full-vocabulary mask is used in arithmetic")
         one, two = pair(c, node, *_with_unknown(left, right))
         one, two = _same_shifts(c, one, two)
-        return add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)
+        total = add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)
+        return _kept(c, node, total, one, two)
 
     return rule
+
+
+# NOTE [Not a number stays]
+# x - x is 0 for numbers; for NaN and the infinities it is NaN, and a loss that is NaN is how people learn of them. So
+# logits do not vanish from a value of forward: what has a softmax of the row still in it, or the logits themselves,
+# shows what is in them. (A number that a whole row comes to, as a softmax's sum of 1: `Context.row_value`.) In backward
+# terms cancel for a while, and come back with the gradient of another use.
+
+
+def _kept(c: Context, node: Node, result: Form, *operands: Form) -> Form:
+    """`result` of a sum or a product, as long as the logits did not vanish from it."""
+    if is_backward(node) or result.exps or all(form.is_row for form in operands):
+        return result
+    told = any(c.statistics.is_one(atom) for form in operands for atom in form.e.atoms())
+    if result.is_row or (told and not any(map(c.statistics.is_one, result.e.atoms()))):
+        raise Refused(
+            "the logits cancel there, and with them NaN and infinities, which would be lost"
+        )
+    return result
 
 
 def rsub(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand = 1) -> Result:
@@ -129,7 +149,8 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
             continue
         if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
             return scaled(mask.form, ZERO)
-    return times(c, *pair(c, node, left, right))
+    one, two = pair(c, node, left, right)
+    return _kept(c, node, times(c, one, two), one, two)
 
 
 def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) -> Result:
@@ -235,12 +256,23 @@ def _normal_term(c: Context, term: Exp) -> Exp:
     shift, undo = term.shift, ONE
     for atom, power in _common_factors(term):
         exponent = c.rows.mass_exponent(atom)
-        if exponent is not None:
-            shift -= exponent * Poly.number(power)
-            undo = undo * Poly({((atom, -power),): 1.0})
+        if exponent is None:
+            continue
+        step = 1 if power > 0 else -1
+        for _ in range(abs(power)):
+            moved = shift - exponent * Poly.number(step)
+            if not _is_centered(moved, exponent):
+                break
+            shift, undo = moved, undo * Poly({((atom, -step),): 1.0})
     if undo is ONE:
         return term
     return Exp(term.scale, shift, term.a * undo, term.b * undo, term.extent)
+
+
+def _is_centered(shift: Poly, exponent: Poly) -> bool:
+    """Takes what a sum of exponentials is the exponential of away once at most: exp(y - 2 log_sum) is rounded more."""
+    shares = [shift.terms.get(m, 0.0) / number for m, number in exponent.terms.items()]
+    return all(0 <= share <= 1 for share in shares)
 
 
 def _common_factors(term: Exp) -> list[tuple[Node, int]]:

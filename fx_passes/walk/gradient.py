@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form
-from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.algebra.poly import ONE, ZERO, Monomial, Poly
 from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
@@ -86,6 +86,9 @@ def with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:
     for other, weight in form.others:
         factor = c.rows.emit(weight, of_sum)
         term = other if factor == 1 else c.emitter.call(aten.mul.Tensor, other, factor)
+        single = weight.as_monomial()
+        if single is not None:
+            term = c.rows.zero_where_placed(single[1], term)
         node = c.emitter.call(aten.add.Tensor, node, term)
     return c.emitter.cast(node, dtype)
 
@@ -152,7 +155,7 @@ class _Packer:
 
     def affine(self) -> Node:
         """[..., 3]"""
-        e, f, center = self.form.e, self.form.f, affine_center(self.form)
+        e, f, center = self.form.e, self.form.f, affine_center(self.c, self.form)
         return self._joined([self._cell(f), self._cell(center), self._constant_part(e, f, center)])
 
     def _constant_part(self, e: Poly, f: Poly, center: Poly) -> Node:
@@ -203,19 +206,31 @@ class _Packer:
 def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, Poly, Poly]:
     """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
     assert form.x is not None
-    center = _center(term.shift, c.stats(form, term.scale).max)
+    center = _center(c, term.shift, c.stats(form, term.scale).max)
     a = c.statistics.centered(form.x, term.a + term.b * center)
     return term.scale, center, term.shift - center, a, term.b
 
 
-def affine_center(form: Form) -> Poly:
+def _is_maximum(c: Context, monomial: Monomial) -> bool:
+    """A maximum in some of the rows, and 0 in the others."""
+    atoms = [atom for atom, _ in monomial if atom not in c.rows.zero_outside]
+    return len(atoms) == 1 and c.statistics.is_maximum(atoms[0])
+
+
+def affine_center(c: Context, form: Form) -> Poly:
     """What `f x` is near to: the first part of the constant that is subtracted."""
-    return ZERO if form.f.is_zero else _center(-form.e, ZERO)
+    return ZERO if form.f.is_zero else _center(c, -form.e, ZERO)
 
 
-def _center(shift: Poly, maximum: Poly) -> Poly:
-    """The first part of the shift: the row maximum where it is in there, else the part that was subtracted first."""
+def _center(c: Context, shift: Poly, maximum: Poly) -> Poly:
+    """The first part of the shift: the row maximum where it is in there, else the part that was subtracted first.
+
+    Where rows are put together from pieces, each piece has its own maximum, at its own rows.
+    """
     single = maximum.as_monomial()
+    pieces = [m for m in shift.terms if shift.terms[m] == 1.0 and _is_maximum(c, m)]
+    if len(pieces) > 1 and not (single and single[1] in pieces):
+        return Poly(dict.fromkeys(pieces, 1.0))
     for wanted in ([single[1]] if single else []) + list(shift.terms):
         if shift.terms.get(wanted) == 1.0 and wanted:
             return Poly({wanted: 1.0})

@@ -13,7 +13,7 @@ from torch.fx import Node
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, Poly
 from fx_passes.graph.facts import is_backward, value
-from fx_passes.graph.operators import WHOLE_VIEWS
+from fx_passes.graph.operators import WHOLE_VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import logits_of
 from fx_passes.walk.statistics import compute_dtype
@@ -45,23 +45,17 @@ def softmax_left(c: Context, form: Form) -> Left | None:
     node = None if form.x is None else c.changes.left.get(c.roots.root_of[form.x])
     if node is None or form.x is None or len(form.exps) != 1 or not in_backward(c):
         return None
-    node = _under_views(node)
+    node = under(node, WHOLE_VIEWS)
     left = c.values.get(node)
     if not isinstance(left, Form) or left.x is not form.x or not left.is_exp or len(left.exps) != 1:
         return None
     (there,), (term,) = left.exps, form.exps
-    inverse = there.a.inverse()
+    inverse = ONE.over(there.a)
     same = there.scale == term.scale and there.shift == term.shift and there.b.is_zero
     if not same or inverse is None or there.extent is not None or not _exact(c, form.x, node):
         return None
     shift = there.shift if term.b.is_zero else there.shift - _log(c, there.a, form)
     return Left(node, left, Exp(term.scale, shift, term.a * inverse, term.b * inverse))
-
-
-def _under_views(node: Node) -> Node:
-    while node.target in WHOLE_VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def _log(c: Context, factor: Poly, form: Form) -> Poly:

@@ -6,6 +6,7 @@ nodes. Between the two the algebra is exact: a maximum that is added and taken a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -22,9 +23,11 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
-from fx_passes.graph.operators import CASTS, RESHAPES, Target, same_value
+from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, same_value, under
 
 aten = torch.ops.aten
+
+_ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 
 RowRule: TypeAlias = "Callable[[RowScalars, Node], Poly | None]"
 
@@ -175,7 +178,7 @@ class RowScalars:
 
     def log_argument(self, atom: Node) -> Node | None:
         """s where the row scalar is log(s), seen through views."""
-        inner = _under_views(atom)
+        inner = under(atom, RESHAPES)
         if inner.op != "call_function" or inner.target is not aten.log.default:
             return None
         argument = inner.args[0]
@@ -200,7 +203,7 @@ class RowScalars:
 
     def mass_exponent(self, atom: Node) -> Poly | None:
         """The exponent of a row's sum of exponentials, seen through views."""
-        known = atom in self.masses or _under_views(atom) in self.masses
+        known = atom in self.masses or under(atom, RESHAPES) in self.masses
         return self.exponent(atom) if known else None
 
     def is_positive(self, poly: Poly) -> bool:
@@ -208,7 +211,7 @@ class RowScalars:
         single = poly.as_monomial()
         if single is None or single[0] <= 0:
             return False
-        inner = [_under_views(atom) for atom, _ in single[1]]
+        inner = [under(atom, RESHAPES) for atom, _ in single[1]]
         return all(atom.target is aten.exp.default or atom in self.masses for atom in inner)
 
     # -- rows that were written into zeros ---------------------------------------------------------
@@ -264,11 +267,29 @@ class RowScalars:
             for _ in range(power):
                 result = self._over(result, self._as_factor(atom, dtype))
         if isinstance(result, Node) and len(monomial) > 1:
-            for rows in (atom for atom, _ in above if atom in self.zero_outside):
-                result = self._zero_where_zero(rows, result)
+            result = self.zero_where_placed(monomial, result)
         return result
 
-    def _zero_where_zero(self, rows: Node, product: Node) -> Node:
+    def zero_where_placed(self, monomial: Monomial, product: Node) -> Node:
+        """`product`, of which `monomial` is a factor, and 0 in the rows that a row mask in it takes out."""
+        for rows, power in monomial:
+            if power > 0 and self._is_placed(rows):
+                product = self._zero_where(rows, product)
+        return product
+
+    def _is_placed(self, atom: Node) -> bool:
+        """In `zero_outside`, or rows of what is, in another order or shape."""
+        waiting, seen = [atom], {atom}
+        while waiting:
+            node = waiting.pop()
+            if node in self.zero_outside:
+                return True
+            new = set(node.all_input_nodes) - seen if node.target in _ROW_MOVES else set()
+            seen |= new
+            waiting += new
+        return False
+
+    def _zero_where(self, rows: Node, product: Node) -> Node:
         """`product`, and 0 in the rows where its factor `rows` is 0, whatever the other factors are there."""
         outside = self.emitter.call(aten.eq.Scalar, rows, 0)
         zero = self.emitter.call(
@@ -292,14 +313,10 @@ class RowScalars:
     def _over(self, left: Node | float, right: Node) -> Node:
         if isinstance(left, Node):
             return self.emitter.call(aten.div.Tensor, left, right)
+        if not isinstance(value(right), torch.Tensor):  # a symbolic size
+            return self.emitter.call(operator.truediv, left, right)
         inverse = self.emitter.call(aten.reciprocal.default, right)
         return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
-
-
-def _under_views(node: Node) -> Node:
-    while node.op == "call_function" and node.target in RESHAPES:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 _FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}

@@ -44,16 +44,17 @@ def spell_out(c: Context, account: Account) -> None:
     live = computed(c.emitter.graph, account.replacements)
     for new, leaving in list(account.leaving.items()):
         old, form = replaced[new], leaving.form
+        if new not in live or leaving.from_softmax or not _few_columns(form):
+            continue
         absorbed = bool(form.others) or _only_absorbed([old, new], live)
-        ours = leaving.from_softmax or _is_made_by_a_matmul(c, form)
-        if new in live and absorbed and not ours and _few_columns(form):
+        if absorbed and not _is_made_by_a_matmul(c, form):
             _replace(c, account, old, leaving)
 
 
 def _replace(c: Context, account: Account, old: Node, leaving: Leaving) -> None:
     form, new = leaving.form, leaving.node
     at, c.emitter.origin = c.emitter.origin, old
-    spelled = arithmetic(c, form, value(new).dtype)
+    spelled = c.emitter.laid_out_as(arithmetic(c, form, value(new).dtype), new)
     c.emitter.origin = at
     del account.leaving[new]
     account.leaving[spelled] = replace(leaving, node=spelled, operators=())
@@ -134,7 +135,7 @@ class _Arithmetic:
         e, f = self.form.e, self.form.f
         if f.is_zero:
             return self._tensor(e)
-        center = affine_center(self.form)
+        center = affine_center(self.c, self.form)
         beside = self._plus(self._plus(self._times(self.x, f), -center), e + center)
         return self._where_any([f], beside, self._tensor(e))
 
@@ -161,7 +162,7 @@ class _Arithmetic:
         size = self.c.size_of(self.form, vdim)
         trailing = len(self.form.shape) - vdim - 1
         columns = self.c.emitter.reshape(self.c.emitter.iota(size, index), [size] + [1] * trailing)
-        weight = self._tensor(hot.weight)
+        weight = self.c.emitter.align(self._tensor(hot.weight), len(self.form.shape))
         for at in range(shape_of(index)[vdim]):
             pick = functools.partial(self._at, vdim=vdim, at=at)
             hit = self.call(aten.eq.Tensor, columns, pick(index))
@@ -169,8 +170,8 @@ class _Arithmetic:
 
     def _at(self, node: Node, vdim: int, at: int) -> Node:
         """One column of several."""
-        several = rank_of(node) and not same(shape_of(node)[vdim], 1)
-        return self.call(aten.slice.Tensor, node, vdim, at, at + 1) if several else node
+        one = same(shape_of(node)[vdim], 1)
+        return node if one else self.call(aten.slice.Tensor, node, vdim, at, at + 1)
 
     # -- arithmetic with coefficients ------------------------------------------------------------
 

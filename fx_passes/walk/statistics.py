@@ -12,6 +12,7 @@ from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
+from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowScalars
 
@@ -47,12 +48,21 @@ class Statistics:
             raise Refused("a softmax of a value that no logits are in")
         return self._of(form.x, scale, form.vdim)
 
+    def is_one(self, atom: Node) -> bool:
+        """Whether a row scalar is one of the statistics, of some of the rows or in another shape maybe."""
+        atom = under(atom, VIEWS)
+        return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
+
+    def is_maximum(self, atom: Node) -> bool:
+        """Whether a row scalar is the rows' maximum."""
+        return self.is_one(atom) and bool(under(atom, VIEWS).args[1] == 0)
+
     def any_scale(self, form: Form) -> tuple[Poly, Stats]:
-        """Statistics of any invertible scale that are there already, else of the form's own factor."""
+        """Statistics of any scale that are there already, else of the form's own factor."""
         for (x, scale), stats in self._known.items():
-            inverse = scale.inverse()
-            if x is form.x and inverse is not None:
-                return form.f * inverse, stats
+            factor = form.f.over(scale)
+            if x is form.x and factor is not None:
+                return factor, stats
         return Poly.number(1.0), self.of(form, form.f)
 
     def centered(self, x: Node, poly: Poly) -> Poly:

@@ -7,6 +7,7 @@ Entry point: `slime_fused`, found by torch through the entry-point group `torch_
     passes        fx_passes over the graphs, guarded and reported
     inductor      inner="inductor": the passes as inductor's own
     interpreted   inner="aot_eager": graphs run as they are
+    consumed      logits that were overwritten, and another operation needs them
     registration  several threads may use the backend for the first time together
     check_ranks   the ranks of a group compare what they would exchange
 
@@ -19,6 +20,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from slime_compile import torch_private
+from slime_compile.backend.consumed import explain_errors, watching_hooks
 from slime_compile.backend.identity import new_record
 from slime_compile.backend.inductor import (
     Compiled,
@@ -60,6 +62,8 @@ def slime_fused(
         raise RuntimeError(
             f"mode={mode!r} is inductor's and needs inner='inductor', got inner='aot_eager'"
         )
+    if chosen.consume_logits is True:
+        explain_errors()
     record = keep(new_record(gm, example_inputs, chosen))
     prepare(gm, chosen, record)
     with functorch_config.patch(BACKWARD_WITH_FORWARD):
@@ -68,4 +72,6 @@ def slime_fused(
         else:
             compiled = compile_inductor(gm, example_inputs, chosen, mode, record)
     record.publish()
-    return compiled if record.traced else noting_first_call(compiled, record)
+    if not record.traced:
+        compiled = noting_first_call(compiled, record)
+    return watching_hooks(compiled, record) if chosen.consume_logits is True else compiled

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 import fx_passes
 from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
@@ -59,11 +60,14 @@ def prepare(gm: GraphModule, options: Options, record: Record) -> None:
     for module in [each for each in gm.modules() if isinstance(each, GraphModule)]:
 
         def edit(module: GraphModule = module) -> None:
-            for demand in demand_rows(module.graph, options.min_vocab):
+            shared = share_heads(module.graph, options.min_vocab)
+            demands = demand_rows(module.graph, options.min_vocab)
+            for demand in demands:
                 record.note(str(demand))
+            if shared or demands:
+                module.recompile()
 
-        _guarded("moving selections of rows", module.graph, options, record, edit)
-        module.recompile()
+        _guarded("sharing heads and moving selections of rows", module.graph, options, record, edit)
 
 
 @functools.cache

@@ -19,7 +19,14 @@ nor a GPU. No file of this folder imports the names below.
 
 from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_row_stats
 from slime_compile.ops.operators import row_grad, row_grad_, row_grad_over, row_stats
-from slime_compile.ops.regions import Placed, on_call, placements, seen_regions, watched
+from slime_compile.ops.regions import (
+    Placed,
+    on_call,
+    placements,
+    seen_regions,
+    under_hooks,
+    watched,
+)
 
 __all__ = [
     "Placed",
@@ -33,5 +40,6 @@ __all__ = [
     "row_grad_over",
     "row_stats",
     "seen_regions",
+    "under_hooks",
     "watched",
 ]

@@ -51,11 +51,15 @@ class Counts(NamedTuple):
     storage_object: int
 
 
-def counts(x: Tensor) -> Counts:
-    """Must be called by the operator's kernel itself, with its parameter: each frame between owns a reference."""
+def counts(python: int, x: Tensor) -> Counts:
+    """All four, `python` being `sys.getrefcount(x)` of the kernel's own parameter.
+
+    How many references a call of a Python function owns is not the same every time: Python 3.11 and later run such
+    calls without a C call between, until somebody (Dynamo, in any thread) has installed a frame evaluator of their own.
+    """
     storage = x.untyped_storage()
     return Counts(
-        sys.getrefcount(x),
+        python,
         x._use_count(),  # type: ignore[attr-defined]
         storage_use_count(storage._cdata),
         sys.getrefcount(storage),
@@ -71,7 +75,7 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
     """Why `x` may not be overwritten, or "" if nobody else can see it.
 
     Args:
-        seen: `counts(x)`, before anything else was done.
+        seen: the `counts`, before anything else was done.
         kernel: the frame of the operator's kernel.
     """
     if keeps_graph():
@@ -102,9 +106,9 @@ def _cannot_be_ours(x: Tensor) -> str:
     owner = x if x._base is None else x._base
     if owner.requires_grad and owner.is_leaf:
         return f"they are {'' if owner is x else 'a view of '}a leaf that requires grad"
-    if weakref.getweakrefcount(x):
-        return "a weak reference leads to them"
     storage = x.untyped_storage()
+    if weakref.getweakrefcount(x) or weakref.getweakrefcount(storage):
+        return "a weak reference leads to them"
     if not storage.resizable():
         return "their memory is not torch's own (NumPy's, DLPack's, a CUDA graph's)"
     if x.device.type == "cpu" and storage.is_shared():
@@ -182,7 +186,9 @@ def add_path(
 def _path(kernel: FrameType, x: Tensor) -> _Path | None:
     """That of the frame that has called the operator, if it has exactly one name for the tensor."""
     caller = kernel.f_back
-    frame = caller.f_back if caller is not None and caller.f_code is _CALL else caller
+    if _CALL is not None and (caller is None or caller.f_code is not _CALL):
+        return None  # a shorter way than the measured one owns less
+    frame = caller if _CALL is None or caller is None else caller.f_back
     if frame is None:
         return None
     code = frame.f_code

@@ -24,7 +24,7 @@ from slime_compile.ops.checks import (
 )
 from slime_compile.ops.held_by import variables
 from slime_compile.ops.reference import compute_dtype
-from slime_compile.ops.regions import on_call, placed
+from slime_compile.ops.regions import on_call, placed, was_under_hooks
 
 __all__ = ["row_grad", "row_grad_", "row_grad_over", "row_stats"]
 
@@ -243,11 +243,12 @@ def _row_grad_over(
     after: Sequence[Tensor] | None = None,
     strided: bool = False,
 ) -> Tensor:
-    # Before all else, and without a frame between: see `holders.counts`.
-    seen = holders.counts(x)
+    seen = holders.counts(sys.getrefcount(x), x)  # before all else
     if holders.probe.seen is not None:
         holders.probe.seen.append(seen)
         return terms
+    if owner == "caller" and was_under_hooks(place):
+        owner = "anyone"
     reason = _why_beside(x, seen, owner, others or (), strided)
     check_grad(x, terms, affine, index, weight, softmax)
     on_call(region)
@@ -270,15 +271,16 @@ def _why_beside(
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being recorded"
-    if owner == "anyone":
-        kernel = sys._getframe(1)
-        return holders.why_not(x, seen, kernel) or _other_layout(x, strided)
-    if holders.keeps_graph():
-        return holders.RETAINED
     if owner == "caller":
+        if holders.keeps_graph():
+            return holders.RETAINED
         check_writable(x)
         check_alone(x, others)
-    return _other_layout(x, strided)
+        return _other_layout(x, strided)
+    reason = holders.why_not(x, seen, sys._getframe(1))
+    if owner == "graph" and reason.startswith(holders.UNCLEAR):
+        reason = ""  # torch's word that nobody else has them: who looks at what autograd has saved may still
+    return reason or _other_layout(x, strided)
 
 
 def _holders_named(reason: str, x: Tensor) -> str:

@@ -39,6 +39,14 @@ placements: dict[str, Placed] = {}
 """What was decided at run time, by the gradient's place: its report's id and its number there."""
 
 
+under_hooks: set[str] = set()
+"""Reports' ids of graphs whose caller allows overwriting, and that have run under hooks for what autograd saves."""
+
+
+def was_under_hooks(place: str) -> bool:
+    return place.partition("/")[0] in under_hooks
+
+
 def placed(place: str, reason: str, worded: Callable[[], str]) -> None:
     """One call of a gradient that decides: over the logits, or why not.
 

@@ -18,15 +18,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
+from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.user_lines import frames
 from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
 from slime_compile.dynamo.frames import Frame
 from slime_compile.ops.holders import UNCLEAR
 from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Value
-from slime_compile.torch_private import TangentAOTInput, trace_structured
+from slime_compile.torch_private import trace_structured
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Record:
         ended_by: the graph break after this graph.
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
+        cached_as: the identities under which its code counts its calls.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Record:
         self.compile_id = compile_id
         self.has_vocabulary = has_vocabulary
         self.called = False
-        self._cached_as = {identity}
+        self.cached_as = {identity}
         self._parts: list[GraphReport] = []
         self.placements: list[Placement] = []
         self._failures: list[str] = []
@@ -96,7 +98,7 @@ class Record:
 
     def loaded(self, regions: Iterable[str]) -> None:
         """Code from torch's compile cache has run for the first time, and has called these regions."""
-        self._cached_as.update(region["id"] for region in _parsed(regions))
+        self.cached_as.update(region["id"] for region in _parsed(regions))
         self.called = True
 
     def graph_region(self, part: GraphReport) -> str:
@@ -127,7 +129,7 @@ class Record:
 
     def _from_cache(self) -> GraphReport:
         seen = _parsed(list(ops.seen_regions))
-        mine = [self._moved(each) for each in seen if each["id"] in self._cached_as]
+        mine = [self._moved(each) for each in seen if each["id"] in self.cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
         placements = [
             p
@@ -270,7 +272,7 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
     return GraphReport(
         **sums,
         name="",
-        training=any(_is_tangent(n) for n in graph.find_nodes(op="placeholder")),
+        training=any(is_tangent(n) for n in graph.find_nodes(op="placeholder")),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=outcome.rejections,
@@ -279,13 +281,6 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         has_vocabulary=outcome.chunked_heads > 0
         or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
-
-
-def _is_tangent(node: Node) -> bool:
-    desc: Any = node.meta.get("desc")
-    while hasattr(desc, "base"):  # a part of a DTensor
-        desc = desc.base
-    return isinstance(desc, TangentAOTInput)
 
 
 def is_wide(value: object, min_vocab: int) -> bool:

@@ -37,6 +37,7 @@ RIGHT: dict[str, Program] = {
     "a square of the logits": program("x.square().sum(-1), x.logsumexp(-1)"),
     "the logits times themselves": program("(x * x * x.softmax(-1)).sum(-1), x.logsumexp(-1)"),
     "a softmax times logits times logits": program("((x.softmax(-1) * x) * x).sum(-1)"),
+    "a softmax times logits and one times logits": program("((x.softmax(-1) * (x + 1)) * x).sum(-1)"),
     "a division that rounds down": program("v0 = x.log_softmax(-1).div(0.5, rounding_mode='floor')", PICKED),
     "a division of one softmax": program("(1 / x.softmax(-1)).gather(-1, t[..., None])"),
     "a cube": program("v0 = x.log_softmax(-1) ** 3", f"{PICKED}, x.logsumexp(-1)"),

@@ -23,13 +23,15 @@ ROWS, VOCAB = 3, 5
 class Backward:
     """A backward graph: saved logits, coefficients, and the gradient that is made of them."""
 
-    def __init__(self, layout: str = "contiguous", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layout: str = "contiguous", dtype: torch.dtype = torch.float32, rows: int = ROWS
+    ) -> None:
         self.s = Scratch(dtype)
-        self.x = self.s.input("logits", (ROWS, VOCAB), dtype, layout)
-        self.terms = self.s.input("rows", (ROWS, 1, 5), torch.float32)
-        self.affine = self.s.input("rows", (ROWS, 3), torch.float32)
-        self.index = self.s.input("hits", (ROWS, 1), torch.int64)
-        self.weight = self.s.input("rows", (ROWS, 1), torch.float32)
+        self.x = self.s.input("logits", (rows, VOCAB), dtype, layout)
+        self.terms = self.s.input("rows", (rows, 1, 5), torch.float32)
+        self.affine = self.s.input("rows", (rows, 3), torch.float32)
+        self.index = self.s.input("hits", (rows, 1), torch.int64)
+        self.weight = self.s.input("rows", (rows, 1), torch.float32)
 
     def gradient(
         self, x: Node | None = None, dtype: torch.dtype = torch.float32, **changed: Node
@@ -125,6 +127,14 @@ def test_a_gradient_that_only_leaves_may_have_the_strides_of_the_logits() -> Non
     assert b.decide(b.gradient()).in_place
     (over,) = b.s.graph.find_nodes(op="call_function", target=row_grad_over)
     assert over.kwargs == {"strided": True}
+
+
+def test_the_stride_of_a_single_row_says_nothing() -> None:
+    b = Backward("sliced", rows=1)
+    assert b.x.meta["val"].stride() != (VOCAB, 1)
+    assert b.decide(b.s.call(aten.mul.Tensor, b.gradient(), 2.0)).in_place
+    (over,) = b.s.graph.find_nodes(op="call_function", target=row_grad_over)
+    assert not over.kwargs
 
 
 # ---- what is not
@@ -229,14 +239,15 @@ def test_returned_logits() -> None:
     assert reason == "the logits are an input and they are returned to the caller"
 
 
-def test_logits_that_the_function_changes() -> None:
+@pytest.mark.parametrize("consume", ["auto", True])
+def test_logits_that_the_function_changes(consume: Consume) -> None:
     b = Backward()
     b.x.meta["desc"] = PlainAOTInput(0)
     changed = b.s.call(aten.mul.Tensor, b.x, 2.0)
     mark_inputs(_returning(b.s, changed, desc=(InputMutationAOTOutput(PlainAOTInput(0)),)), {})
     taken_back(b.s)
     b.s.graph.erase_node(changed)
-    reason = b.decide(b.gradient(), donated=False, consume=True).reason
+    reason = b.decide(b.gradient(), donated=False, consume=consume).reason
     assert reason == "the logits are an input and the function changes them in place"
 
 
@@ -281,17 +292,6 @@ def test_holders_of_a_view_cannot_be_counted() -> None:
     view = b.s.call(aten.alias.default, b.x)
     reason = b.decide(b.gradient(view), donated=False, consume="auto").reason
     assert reason == "only a view of the logits is used, whose holders cannot be counted"
-
-
-def test_logits_that_the_function_changes_are_nobodys() -> None:
-    b = Backward()
-    b.x.meta["desc"] = PlainAOTInput(0)
-    changed = b.s.call(aten.mul.Tensor, b.x, 2.0)
-    mark_inputs(_returning(b.s, changed, desc=(InputMutationAOTOutput(PlainAOTInput(0)),)), {})
-    taken_back(b.s)
-    b.s.graph.erase_node(changed)
-    reason = b.decide(b.gradient(), donated=False, consume="auto").reason
-    assert reason == "the logits are an input and the function changes them in place"
 
 
 def test_a_reader_without_a_result_cannot_be_waited_for() -> None:

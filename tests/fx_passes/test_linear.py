@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 import slime_compile
 from fx_passes.linear import LinearConfig, chunks, linear
-from slime_compile.backend import inductor, interpreted, options, passes
+from slime_compile.backend import options
 from tests.cases.heads import HEADS, values_of
 from tests.cases.spellings import Outputs, Spelling
 from tests.support import harness
@@ -30,21 +30,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MIB", 1)
     monkeypatch.setattr(chunks, "COLUMNS_MIN", 1)
     monkeypatch.setattr(chunks, "COLUMNS_MULTIPLE", 1)
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The joint and inference graphs after the passes."""
-    found: list[Graph] = []
-    run = passes.run_fuse
-
-    def spy(graph: Graph, *args: Any) -> None:
-        run(graph, *args)
-        found.append(graph)
-
-    for caller in (interpreted, inductor):
-        monkeypatch.setattr(caller, "run_fuse", spy)
-    return found
 
 
 def compiled(fn: Callable[..., Any], itemsize: int = 4, **more: Any) -> Callable[..., Any]:
@@ -363,3 +348,26 @@ def test_a_second_run_changes_nothing(graphs: list[Graph]) -> None:
     before = str(graphs[-1])
     assert linear(graphs[-1], LinearConfig(4 * CHUNK)).chunked == ()
     assert str(graphs[-1]) == before
+
+
+def test_logits_that_are_one_of_several_results() -> None:
+    def fn(logits: Tensor) -> Outputs:
+        ordered = logits.sort(-1).values
+        return torch.cat([part.log_softmax(-1)[:, 3] for part in ordered.split(2)]), ordered[0]
+
+    logits = torch.randn(6, VOCAB, requires_grad=True)
+    for got, want in zip(compiled(fn)(logits), fn(logits), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_number_beside_the_gradient() -> None:
+    """What is added to a value as wide as a vocabulary may be a view of a number."""
+
+    def fn(logits: Tensor) -> Outputs:
+        row = logits[1]
+        log_p = row.log_softmax(-1)
+        return log_p.exp().log_softmax(-1), row.sum()
+
+    logits = torch.randn(3, VOCAB, requires_grad=True)
+    for got, want in zip(compiled(fn)(logits), fn(logits), strict=True):
+        torch.testing.assert_close(got, want)

@@ -19,14 +19,13 @@ from tests.fx_passes.test_linear import (
     compiled,
     example,
     full_logits,
-    graphs,
     last_report,
     notes,
     small_chunks,
 )
 from tests.support import harness
 
-__all__ = ["graphs", "small_chunks"]
+__all__ = ["small_chunks"]
 
 Loss = Callable[..., Outputs]
 

@@ -18,10 +18,10 @@ from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 import slime_compile
-from tests.fx_passes.test_linear import compiled, example, graphs, last_report, notes, small_chunks
+from tests.fx_passes.test_linear import compiled, example, last_report, notes, small_chunks
 from tests.support.harness import MIN_VOCAB, VOCAB
 
-__all__ = ["graphs", "small_chunks"]
+__all__ = ["small_chunks"]
 
 ROWS, PIECE = 8, 3  # the last piece is ragged; of a single row torch makes no matmul
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -27,7 +27,6 @@ from tests.fx_passes.test_linear import (
     compiled,
     example,
     full_logits,
-    graphs,
     head_loss,
     last_report,
     notes,
@@ -38,7 +37,7 @@ from tests.support.harness import HIDDEN, ROWS, VOCAB
 from tests.support.ranks import on_threads, own_copy
 from tests.support.scratch import Scratch
 
-__all__ = ["graphs", "small_chunks"]
+__all__ = ["small_chunks"]
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused

@@ -167,10 +167,14 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, zero_mask(s, x), 1.0)
 
 
-@refused("a division by zero")
+@refused("the logits cancel there, and with them NaN and infinities, which would be lost")
 def _(s: Scratch, x: Node) -> None:
-    p = exponential(s, x)
-    s.call(aten.div.Tensor, p, s.call(aten.mul.Tensor, p, number(s, 0.0)))
+    s.call(aten.mul.Tensor, exponential(s, x), number(s, 0.0))
+
+
+@refused("the logits cancel there, and with them NaN and infinities, which would be lost")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.sub.Tensor, s.call(aten.add.Tensor, x, 1.0), x)
 
 
 @refused("a division by a softmax that may be masked")

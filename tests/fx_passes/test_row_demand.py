@@ -20,14 +20,13 @@ from tests.fx_passes.test_linear import (
     compiled,
     example,
     full_logits,
-    graphs,
     last_report,
     notes,
     small_chunks,
 )
 from tests.support.harness import HIDDEN, MIN_VOCAB, ROWS, VOCAB
 
-__all__ = ["graphs", "small_chunks"]
+__all__ = ["small_chunks"]
 
 Loss = Callable[..., Outputs]
 MOVED: list[Any] = []

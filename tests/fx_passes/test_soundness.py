@@ -514,6 +514,83 @@ def rows_by_a_mask(x: Tensor, keep: Tensor) -> Tensor:
     return x.log_softmax(-1)[keep][:, 3]
 
 
+@program("counting", lambda: (logits(VOCAB, VOCAB), tokens(VOCAB)))
+def mean_over_as_many_rows(x: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is a value per column, which looks like one per row."""
+    return x.log_softmax(-1).exp().mean(0) + x.gather(-1, target[:, None])[:, 0]
+
+
+@program("zero factor", lambda: (logits(), some().float()))
+def divergence_from_masked_logits(x: Tensor, keep: Tensor) -> Tensor:
+    old = (x.detach() * keep[:, None]).log_softmax(-1)
+    return F.kl_div(x.log_softmax(-1), old, log_target=True, reduction="none").sum(-1)
+
+
+@program("zero factor", lambda: (logits(), some().float()))
+def sum_beside_a_masked_softmax(x: Tensor, keep: Tensor) -> Tensor:
+    return (x * keep[:, None]).logsumexp(-1) + (x - x.detach().amax(-1, True)).mean(-1)
+
+
+@program("garbage", lambda: (logits(), some()))
+def fully_masked_rows_in_another_order(x: Tensor, keep: Tensor) -> Tensor:
+    """A softmax of nothing but -inf is NaN, of which the gradient of the mask makes zero."""
+    joined = torch.cat([x[2:], x[:2]])
+    joined.detach().zero_()
+    masked = joined.masked_fill(~torch.cat([keep[2:], keep[:2]])[:, None], -math.inf)
+    p = masked.softmax(-1)
+    return p.gather(-1, p.argmax(-1, keepdim=True))
+
+
+@program("precision", lambda: (logits(offset=30), logits(seed=4, grad=False)))
+def exponentials_over_their_sum(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.exp() / x.exp().sum(-1, keepdim=True) * weight).sum(-1)
+
+
+@program("garbage", lambda: (logits(), some()))
+def masked_rows_with_another_use(x: Tensor, keep: Tensor) -> Tensor:
+    """Where a row is taken out, what else comes in as a gradient of it is too, be it NaN."""
+    masked = x.masked_fill(~keep[:, None], -math.inf)
+    other = (masked - masked.amax(-1, True)).sin().sum(-1)
+    return torch.where(keep, masked.logsumexp(-1) + other, 0.0)
+
+
+@program("precision", lambda: (logits(offset=-1e4),))
+def normaliser_of_normalised_pieces(x: Tensor) -> Tensor:
+    """Its gradient is 0; each piece has a maximum of its own."""
+    return torch.cat([piece.log_softmax(-1) for piece in x.split(2)]).logsumexp(-1)
+
+
+def not_numbers() -> Made:
+    return (with_values(logits(), r1c3=math.nan, r3c2=-math.inf, r4=math.nan),)
+
+
+@program("not a number", not_numbers)
+def difference_of_equals(x: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return (log_p - x.log_softmax(-1)).sum(-1)
+
+
+@program("not a number", not_numbers)
+def divergence_from_itself(x: Tensor) -> Tensor:
+    log_p, old = x.log_softmax(-1), x.detach().log_softmax(-1)
+    return F.kl_div(log_p, old, log_target=True, reduction="none").sum(-1)
+
+
+@program("not a number", lambda: (with_values(logits(), r1c3=math.nan, r4=math.nan),))
+def probabilities_without_themselves(x: Tensor) -> Tensor:
+    return (x.softmax(-1) - x.detach().softmax(-1)).sum(-1) + x[:, 3]
+
+
+@program("not a number", not_numbers)
+def normaliser_as_a_difference(x: Tensor) -> Tensor:
+    return (x - x.log_softmax(-1))[:, 2]
+
+
+@program("not a number", lambda: (with_values(logits(), r1c3=math.nan, r4=math.nan),))
+def probabilities_times_zero(x: Tensor) -> Tensor:
+    return (x.softmax(-1) * 0.0).sum(-1) + x[:, 3]
+
+
 @program("long", lambda: (logits(),))
 def a_long_chain_of_row_operations(x: Tensor) -> Tensor:
     row = x.logsumexp(-1)
@@ -547,6 +624,8 @@ def test_right_or_refused(case: Program) -> None:
         true = _run(case.fn, tuple(harness.to_float64(args)))
     for at, (a, e, t) in enumerate(zip(got, eager, true, strict=True)):
         assert a.dtype == e.dtype
+        if at == 0:
+            assert a[t.isnan()].isnan().all(), "NaN is lost"
         if e.dtype is torch.float64:  # which is eager and truth in one
             torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
             continue
@@ -567,3 +646,52 @@ def test_verify_would_have_seen_a_row_without_its_center(monkeypatch: pytest.Mon
     compiled = torch.compile(smoothing_and_a_square, backend="slime_fused", options=options)
     compiled(x, target, keep).sum().backward()
     assert "verify=True: output" in str(reports()[-1])
+
+
+def test_views_of_a_softmax_of_rows_in_another_order() -> None:
+    """Arithmetic keeps the strides of the logits; the user views what torch lays out otherwise."""
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, target: Tensor) -> Tensor:
+        y = x.log()
+        p = (y - y.max(-1, keepdim=True).values.detach()).softmax(-1)
+        smoothed = F.cross_entropy(
+            p.reshape(-1, VOCAB), target, reduction="none", label_smoothing=0.1
+        )
+        return smoothed + y[..., 0].reshape(-1)
+
+    options = harness.OPTIONS | {"inner": "aot_eager"}
+    compiled = torch.compile(fn, backend="slime_fused", options=options)
+    x = logits(2, 3, VOCAB).detach().exp().transpose(0, 1).requires_grad_()
+    for got, want in zip(_run(compiled, (x, tokens())), _run(fn, (x, tokens())), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_mean_over_any_vocabulary() -> None:
+    """The number of columns is symbolic, and nothing else is left of a softmax's mean."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: x.softmax(-1).mean(-1),
+        backend="slime_fused",
+        options=harness.OPTIONS,
+        dynamic=True,
+    )
+    for vocab in (VOCAB, VOCAB + 2):
+        x = torch.randn(ROWS, vocab)
+        torch.testing.assert_close(compiled(x), x.softmax(-1).mean(-1))
+
+
+def test_a_weight_of_fewer_dimensions_than_the_logits() -> None:
+    """The upstream gradient of a sum comes as [1]."""
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        both = torch.stack([x, x]).sum(0)
+        chosen = both[torch.arange(both.shape[0]), target]
+        return chosen.sum() + F.cross_entropy(both, target, weight, reduction="none")[1:].sum()
+
+    options = harness.OPTIONS | {"min_vocab": 5, "inner": "aot_eager"}
+    compiled = torch.compile(fn, backend="slime_fused", options=options, dynamic=True)
+    args = logits(6, 7), tokens(6, high=7), torch.rand(7)
+    for got, want in zip(_run(compiled, args), _run(fn, args), strict=True):
+        torch.testing.assert_close(got, want)

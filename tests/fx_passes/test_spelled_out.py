@@ -12,7 +12,6 @@ from torch.fx import Graph
 
 import slime_compile
 from bench.cases.partial import PROGRAMS, inputs_of
-from slime_compile.backend import inductor, interpreted, passes
 from tests.support import harness
 
 STORED = {
@@ -29,21 +28,6 @@ STORED = {
     "poly_loss": 1,  # nothing but the gradient: fused entirely
 }
 """How many `row_grad`s are left of each program."""
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """The graphs after the passes."""
-    found: list[Graph] = []
-    run = passes.run_fuse
-
-    def spy(graph: Graph, *args: Any) -> None:
-        run(graph, *args)
-        found.append(graph)
-
-    for caller in (interpreted, inductor):
-        monkeypatch.setattr(caller, "run_fuse", spy)
-    return found
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

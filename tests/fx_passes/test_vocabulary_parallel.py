@@ -196,3 +196,24 @@ def test_two_groups_one_of_them_without_rows() -> None:
     gradient = torch.cat([each[-1] for each in found[2:]], -1)
     for mine, true in zip([*found[2][:-1], gradient], wanted, strict=True):
         torch.testing.assert_close(mine, true.float(), rtol=1e-4, atol=1e-5)
+
+
+def sequence_first(shard: Shard, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """Megatron's order: what is reduced is looked at by a view, which needs it packed."""
+    x = logits.view(3, -1, logits.shape[-1]).transpose(0, 1).contiguous()
+    top = x.max(-1).values
+    dist.all_reduce(top, dist.ReduceOp.MAX, shard.group)
+    total = (x - top[..., None]).exp().sum(-1)
+    dist.all_reduce(total, dist.ReduceOp.SUM, shard.group)
+    return top.view(-1), total.log().view(-1)
+
+
+def test_rows_in_another_order() -> None:
+    def on_rank(rank: int) -> list[tuple[Tensor, ...]]:
+        shard, (logits, target, _) = shard_of(rank, 2), data(2)
+        part = logits[:60, shard.start : shard.stop]
+        run = compiled(shard, sequence_first)
+        return [run(part, target), sequence_first(shard, part, target)]
+
+    for ours, eager in on_threads(2, on_rank):
+        torch.testing.assert_close(ours, eager)

@@ -82,6 +82,7 @@ def under_inductor(rank: int) -> tuple[list[list[Tensor]], list[int]]:
     return found, [r.to_dict()["collectives_after"] for r in slime_compile.reports()]
 
 
+@pytest.mark.thorough
 def test_under_inductor_with_sizes_that_change() -> None:
     found = on_ranks(2, under_inductor)
     assert not any(isinstance(each, Exception) for each in found), found
@@ -227,5 +228,6 @@ def plain_all_reduce(rank: int) -> list[Tensor]:
     return step(compiled("differentiable_all_reduce", shard_of(rank), inner="inductor"), rank, ROWS)
 
 
+@pytest.mark.thorough
 def test_gradient_of_a_plain_all_reduce_is_eager_s() -> None:
     check(on_ranks(2, plain_all_reduce), "differentiable_all_reduce")

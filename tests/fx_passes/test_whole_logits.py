@@ -121,7 +121,7 @@ def test_sizes_that_change() -> None:
         found = gradient(compiled, batch, torch.float32)
         torch.testing.assert_close(found, gradient(view, batch, torch.float32))
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
-    assert (placement.calls, placement.over) == (3, 3)
+    assert (placement.calls, placement.over) == (3, 3), placement
 
 
 @pytest.mark.parametrize("consume", ["auto", True])

@@ -62,6 +62,7 @@ def _finish(process: "subprocess.Popen[str]") -> str:
     return out.strip()
 
 
+@pytest.mark.thorough
 def test_processes_that_start_together_build_once(compiler: None, tmp_path: Path) -> None:
     processes = [_start(tmp_path) for _ in range(3)]
     (said,) = {_finish(process) for process in processes}
@@ -86,6 +87,7 @@ def test_a_later_process_builds_nothing(compiler: None, monkeypatch: pytest.Monk
     assert native.functions() is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not torch.cpu._is_avx2_supported(), reason="these names of instructions are of x86"
 )

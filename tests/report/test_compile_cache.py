@@ -30,6 +30,7 @@ def run_script(script: Path, cache: Path, *arguments: str) -> list[dict[str, Any
     return found
 
 
+@pytest.mark.thorough
 def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
     script = tmp_path / "warm.py"
     script.write_text(WARM)

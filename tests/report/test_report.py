@@ -403,6 +403,7 @@ torch.compile(loss, backend="slime_fused", options={"inner": "aot_eager"})(x, t)
 """
 
 
+@pytest.mark.thorough
 def test_torchs_log_prints_reports_as_they_are_made(tmp_path: Path) -> None:
     written = tmp_path / "torch.log"
     run_python(PRINTED, TORCH_LOGS="slime_compile", TORCH_LOGS_OUT=str(written))
@@ -413,6 +414,7 @@ def test_torchs_log_prints_reports_as_they_are_made(tmp_path: Path) -> None:
     assert "fused operators" not in (tmp_path / "other.log").read_text()
 
 
+@pytest.mark.thorough
 def test_torchs_trace_has_the_report_and_the_graphs(tmp_path: Path) -> None:
     run_python(PRINTED, TORCH_TRACE=str(tmp_path))
     (trace,) = tmp_path.glob("*.log")

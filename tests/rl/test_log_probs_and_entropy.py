@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_compile.rl import log_probs as module
+from slime_compile.rl import row_statistics
 from slime_compile.rl.log_probs import log_probs_and_entropy
 from tests.support.dispatch import Allocations, Collectives
 
@@ -305,11 +305,11 @@ def _simulate(
         sent.append(stats)
         return stats.unsqueeze(0)
 
-    monkeypatch.setattr(module, "_all_gather", collect)
+    monkeypatch.setattr(row_statistics, "_all_gather", collect)
     for leaf, start in zip(leaves, starts, strict=True):
         log_probs_and_entropy(leaf, target, group=_Group(), vocab_start=start, **options)
     everything = torch.stack(sent)
-    monkeypatch.setattr(module, "_all_gather", lambda stats, group: everything)
+    monkeypatch.setattr(row_statistics, "_all_gather", lambda stats, group: everything)
     for leaf, start in zip(leaves, starts, strict=True):
         outputs = log_probs_and_entropy(leaf, target, group=_Group(), vocab_start=start, **options)
         yield leaf, *outputs

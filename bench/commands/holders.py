@@ -1,0 +1,56 @@
+"""`python -m bench holders`: who holds the logits in real trainers while backward runs.
+
+Entry point: `main`. Each trainer takes a few steps in a process of its own; what the report counted and named is the
+cell. A trainer that is not installed is a row that says so. Sizes are tiny and no memory or time is measured: README's
+table says what 1.0 and 2.0 times the logits are.
+"""
+
+import argparse
+import functools
+import os
+from typing import Any
+
+import torch
+
+from bench.cases.trainers import TRAINERS
+from bench.measure.cells import Cells, Store, run_cells, write_table
+from bench.measure.measure import CellFailed, in_fresh_process
+from slime_compile import ops
+
+
+def main(options: argparse.Namespace) -> None:
+    """Every trainer; those that could not run are left to the next `--resume`."""
+    store = Store(options.out, "holders", resume=options.resume)
+    cells: Cells = {name: functools.partial(cell, name) for name in TRAINERS}
+    run_cells(store, cells)
+    headers = ["where the loss is compiled", "gradients over the logits", "else, who holds them"]
+    rows = [[name, *_texts(store.cells[name])] for name in TRAINERS]
+    write_table(
+        store, [("Who holds the logits while backward runs, consume_logits='auto'", headers, rows)]
+    )
+
+
+def cell(name: str) -> dict[str, Any]:
+    found = in_fresh_process(counted, name)
+    if not found["calls"]:
+        raise CellFailed("no gradient asked who holds the logits")
+    return found
+
+
+def counted(name: str) -> dict[str, Any]:
+    """Calls of the gradients, those that wrote over the logits, why the others did not."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    TRAINERS[name]()
+    placed = ops.placements.values()
+    return {
+        "calls": sum(p.calls for p in placed),
+        "over": sum(p.over for p in placed),
+        "reasons": [text for p in placed for text in p.named.values()],
+    }
+
+
+def _texts(cell: dict[str, Any]) -> list[str]:
+    if "error" in cell:
+        return ["not run", cell["error"]]
+    return [f"{cell['over']} of {cell['calls']}", "; ".join(cell["reasons"])]

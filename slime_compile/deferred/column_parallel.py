@@ -1,0 +1,59 @@
+"""Megatron-core's head, `ColumnParallelLinear`: a linear map of this rank's vocabulary, between two collectives.
+
+Its `forward` stays as it is; what is put in place of the matmul at its end (`_forward_impl`) is deferred. That matmul
+also sums hidden's gradient over the ranks, or scatters the sum over the sequence: here Megatron's own functions do it,
+before the logits are handed out. The weight's gradient arrives in `weight.grad`, from where Megatron's DDP adds it to
+`main_grad`, as it does without `gradient_accumulation_fusion`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["METHOD", "gathered", "is_column_parallel", "replaceable"]
+
+METHOD = "_forward_impl"
+_HOME = "megatron.core.tensor_parallel.layers"
+
+
+def is_column_parallel(module: nn.Module) -> bool:
+    """Whether it computes what Megatron's class computes: not so Transformer Engine's of the same name."""
+    for kind in type(module).__mro__:
+        if (kind.__module__, kind.__name__) == (_HOME, "ColumnParallelLinear"):
+            ours: Any = kind
+            return type(module).forward is ours.forward and hasattr(ours, METHOD)
+    return False
+
+
+def replaceable(module: Any, grad_output_buffer: Any) -> bool:
+    """Not where the logits are gathered, and not where the weight's gradient is computed later by Megatron."""
+    return not module.gather_output and grad_output_buffer is None
+
+
+def gathered(
+    hidden: Tensor, allreduce_dgrad: bool, sequence_parallel: bool, group: Any, **rest: Any
+) -> Tensor:
+    """Hidden of the whole sequence, whose gradient is exchanged as `_forward_impl` would."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    if sequence_parallel:
+        hidden = mappings.gather_from_sequence_parallel_region(hidden, True, group)
+    elif allreduce_dgrad:
+        hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group)
+    packed: Tensor = _Packed.apply(hidden)
+    return packed
+
+
+class _Packed(torch.autograd.Function):
+    """The same, with a contiguous gradient: Megatron sums a copy of any other, and hands on what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()

@@ -1,0 +1,320 @@
+"""What deferred logits stand for: a product of hidden states and a weight, and what was done to it since.
+
+Entry points: `Product`, and `Applied`, a method of the tensor that another expression stands for. `tensor()` computes:
+in eager code once, in a function that is being compiled each time, since a value that is kept would leave the graph
+(`fx_passes.equal_heads` makes equal matmuls one).
+
+An expression never changes. It computes what the program would have had where it was written: with the gradient mode
+and the autocast of that line, and only as long as what it reads has not been overwritten.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+__all__ = ["Applied", "Expression", "Product", "changed_copy", "packed_transpose"]
+
+Expression: TypeAlias = "Product | Applied"
+
+
+@dataclass(eq=False)
+class Product:
+    """`F.linear(hidden, weight, bias)` as a line of the model meant it.
+
+    Attributes:
+        hidden: [..., D]
+        weight: [V, D]
+        bias: [V] or None
+        cast: the dtype of autocast at that line, or None.
+        grad: whether autograd recorded at that line.
+        expired: an optimizer has changed the weight since.
+        kept: the logits, once eager code needed them.
+        told: called when they are computed in eager code.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    cast: torch.dtype | None
+    grad: bool
+    expired: bool = False
+    kept: Tensor | None = None
+    told: Callable[[], None] | None = None
+    versions: tuple[int, ...] = ()
+    kept_version: int = 0
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, told: Callable[[], None] | None
+    ) -> Product:
+        """As of this line."""
+        device = hidden.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if torch.compiler.is_compiling():
+            return cls(hidden, weight, bias, cast, torch.is_grad_enabled())
+        weight, bias = _reachable(weight), None if bias is None else _reachable(bias)
+        made = cls(hidden, weight, bias, cast, torch.is_grad_enabled(), told=told)
+        made.versions = made.read_versions()
+        _watch(made)
+        return made
+
+    def transposed(self, first: int, second: int) -> Product:
+        """With two dimensions of its rows exchanged: the same product of hidden with them exchanged."""
+        self._check()
+        with torch.set_grad_enabled(self.grad):
+            made = replace(self, hidden=self.hidden.transpose(first, second).contiguous())
+        made.versions = made.read_versions()
+        _watch(made)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and any(each.requires_grad for each in self._read())
+
+    def tensor(self) -> Tensor:
+        """The logits [..., V].
+
+        Raises:
+            RuntimeError: what they are made of has been overwritten, or freed, since the head ran.
+        """
+        if self.kept is not None:
+            return self.kept
+        if self.expired:
+            raise RuntimeError(_CHANGED.format("`weight`"))
+        if torch.compiler.is_compiling():
+            return _in_mode(self._computed, self.grad)
+        self._check()
+        if self.told is not None:
+            self.told()
+        self.kept = _once(self._computed, self.grad)
+        self.kept_version = self.kept._version
+        return self.kept
+
+    def empty(self) -> Tensor:
+        """On the meta device."""
+        dtype = self._operand(self.hidden).dtype
+        shape = (*self.hidden.shape[:-1], self.weight.shape[0])
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _computed(self) -> Tensor:
+        operands = [self._operand(each) for each in self._read()]
+        if not torch.is_autocast_enabled(self.hidden.device.type):
+            return F.linear(*operands)
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return F.linear(*operands)
+
+    def _operand(self, each: Tensor) -> Tensor:
+        """As autocast hands it to a matmul."""
+        if not self.grad and each.requires_grad:
+            each = each.detach()
+        return each if self.cast is None or each.dtype == torch.float64 else each.to(self.cast)
+
+    def _read(self) -> list[Tensor]:
+        every = (self.hidden, self.weight, self.bias)
+        return [each for each in every if each is not None]
+
+    def read_versions(self) -> tuple[int, ...]:
+        return tuple(_version(each) for each in self._read())
+
+    def _check(self) -> None:
+        names = ("hidden", "weight", "bias")
+        for name, each in zip(names, self._read(), strict=False):
+            if each.numel() and each.untyped_storage().nbytes() == 0:
+                raise RuntimeError(_FREED.format(name, list(each.shape)))
+        if self.versions:
+            for name, then, now in zip(names, self.versions, self.read_versions(), strict=False):
+                if then != now:
+                    raise RuntimeError(_CHANGED.format(f"`{name}`"))
+
+
+_CHANGED = (
+    "deferred logits must be read before what they are made of changes: {} has been overwritten since the head ran "
+    "(optimizer.step, load_state_dict, an operator in place). Read them before, or keep `logits.tensor()`"
+)
+_FREED = (
+    "`{}` must have memory when deferred logits are read, got shape {} over a storage of 0 bytes. Has FSDP sharded "
+    "it again? Keep the head in the root's group, or its parameters gathered until backward "
+    "(fully_shard(..., reshard_after_forward=False))"
+)
+
+
+def _reachable(parameter: Tensor) -> Tensor:
+    """A view: DDP looks for unused parameters behind the `grad_fn` of what a model returns, and a leaf has none."""
+    used = parameter.requires_grad and torch.is_grad_enabled()
+    return parameter.view_as(parameter) if used else parameter
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(eq=False)
+class Applied:
+    """`getattr(before, name)(*args, **kwargs)`; with `copies`, of a copy that the method changes."""
+
+    before: Expression | None
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    copies: bool = False
+    grad: bool = True
+    kept: Tensor | None = None
+    versions: tuple[int, ...] = ()
+    kept_version: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        before: Expression,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        copies: bool = False,
+    ) -> Applied:
+        made = cls(before, name, args, dict(kwargs), copies, torch.is_grad_enabled())
+        if not torch.compiler.is_compiling():
+            made.versions = tuple(_version(each) for each in made._given())
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        if self.before is None:
+            assert self.kept is not None
+            return self.kept.device
+        return self.before.device
+
+    @property
+    def requires_grad(self) -> bool:
+        if self.kept is not None:
+            return self.kept.requires_grad
+        assert self.before is not None
+        given = (self.before, *self._given())
+        return self.grad and self.name != "detach" and any(each.requires_grad for each in given)
+
+    def tensor(self) -> Tensor:
+        """What the method returns; see `Product.tensor`."""
+        if self.kept is not None:
+            return self.kept
+        if torch.compiler.is_compiling():
+            return _in_mode(self._computed, self.grad)
+        assert self.before is not None
+        if self.versions != tuple(_version(each) for each in self._given()):
+            raise RuntimeError(_CHANGED.format(f"what was given to `{self.name}`"))
+        before = self.before.tensor()
+        if before._version != self.before.kept_version:
+            raise RuntimeError(_CHANGED.format(f"what `{self.name}` was called on"))
+        self.kept = _once(self._computed, self.grad)
+        self.kept_version = self.kept._version
+        self.before = None  # whoever needs the whole logits beside it holds them
+        return self.kept
+
+    def empty(self) -> Tensor:
+        """On the meta device."""
+        assert self.before is not None
+        return self.on_meta(self.before.empty())
+
+    def on_meta(self, before: Tensor) -> Tensor:
+        """What the method makes of the meta tensor `before`: shape, strides, whether it is a view of it."""
+        args = [_as_meta(each) for each in self.args]
+        kwargs = {key: _as_meta(each) for key, each in self.kwargs.items()}
+        return changed_copy(before, self.name, args, kwargs, self.copies)
+
+    def _computed(self) -> Tensor:
+        assert self.before is not None
+        before = self.before.tensor()
+        return changed_copy(before, self.name, self.args, self.kwargs, self.copies)
+
+    def _given(self) -> list[Tensor]:
+        given = (*self.args, *self.kwargs.values())
+        flat = [part for each in given for part in (each if isinstance(each, tuple) else (each,))]
+        return [each for each in flat if isinstance(each, Tensor)]
+
+
+def packed_transpose(expression: Expression) -> Product | None:
+    """What `contiguous()` makes of a product [s, b, V] that was transposed to [b, s, V] (Megatron's), if it is one."""
+    if not isinstance(expression, Applied) or expression.name != "transpose" or expression.kwargs:
+        return None
+    product, rank = expression.before, len(expression.args) and expression.empty().dim()
+    if not isinstance(product, Product) or product.kept is not None:
+        return None
+    first, second = (dim % rank for dim in expression.args)
+    return None if rank - 1 in (first, second) else product.transposed(first, second)
+
+
+def changed_copy(
+    tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copies: bool
+) -> Tensor:
+    """What a method returns, or a copy of `tensor` that it has changed."""
+    if not copies:
+        made: Tensor = getattr(tensor, name)(*args, **kwargs)
+        return made
+    copy = tensor.clone()
+    getattr(copy, name)(*args, **kwargs)
+    return copy
+
+
+def _as_meta(each: Any) -> Any:
+    if isinstance(each, tuple):
+        return tuple(_as_meta(part) for part in each)
+    return each.to("meta") if isinstance(each, Tensor) else each
+
+
+def _in_mode(compute: Callable[[], Tensor], grad: bool) -> Tensor:
+    """With the gradient mode of the line that was deferred."""
+    if grad == torch.is_grad_enabled():
+        return compute()
+    with torch.set_grad_enabled(grad):
+        return compute()
+
+
+def _once(compute: Callable[[], Tensor], grad: bool) -> Tensor:
+    """In the gradient mode of the line that was deferred, and with its own saved tensors.
+
+    Where the reader is inside a checkpoint, what is kept must not be part of it: it is computed only once.
+    """
+    with ExitStack() as stack:
+        contexts: list[AbstractContextManager[Any]] = [torch.set_grad_enabled(grad)]
+        if grad:
+            contexts.append(saved_tensors_hooks(_same, _same))
+        for each in contexts:
+            stack.enter_context(each)
+        return compute()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# NOTE [Weights that an optimizer changes]
+# In eager code a product compares the versions of what it reads. A compiled function cannot: Dynamo has no guard on a
+# tensor's version. It guards on `expired`, which is set here after every step of an optimizer.
+
+_alive: weakref.WeakSet[Product] = weakref.WeakSet()
+_watching = False
+
+
+def _watch(product: Product) -> None:
+    global _watching
+    _alive.add(product)
+    if not _watching:
+        register_optimizer_step_post_hook(_after_step)
+        _watching = True
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for product in list(_alive):
+        product.expired |= product.versions != product.read_versions()

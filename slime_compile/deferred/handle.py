@@ -1,0 +1,142 @@
+"""`defer_logits`: from now on the model's head hands out `DeferredLogits`; the handle that it returns undoes that."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slime_compile.deferred import (
+    autograd_functions,
+    column_parallel,
+    expressions,
+    logits,
+    methods,
+    places,
+    pytree,
+)
+from slime_compile.deferred.expressions import Product
+from slime_compile.deferred.frames import only_inlined
+from slime_compile.deferred.head import head_of, method_of
+from slime_compile.deferred.logits import DeferredLogits
+from slime_compile.deferred.places import Places
+
+__all__ = ["DeferHandle", "defer_logits"]
+
+
+def defer_logits(
+    model: nn.Module, head: nn.Module | str | None = None, *, in_eval: bool = False
+) -> DeferHandle:
+    """Makes a model hand out its logits without computing them, so that a compiled loss never has them whole.
+
+    In a function under `torch.compile(..., backend="slime_fused")` what the model returned is hidden states times the
+    head's weight, in that function's graph. Anywhere else it behaves as the tensor, which is computed where the first
+    operator needs it, once, and then kept: a line that does so with gradients is logged once, and `print(handle)`
+    tells of all.
+
+    Nothing is deferred in evaluation mode (unless `in_eval`), while a model is traced or exported, where a backward
+    hook is on the head (it needs the logits' gradient), and where hidden or weight is no plain tensor (a DTensor).
+
+    Args:
+        model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
+        head: the module that makes logits, or its name. By default that of `get_output_embeddings()`, `lm_head` or
+            `output_layer`. It must be a torch.nn.Linear, or megatron-core's ColumnParallelLinear.
+        in_eval: defer in evaluation mode too (a reference model's log-probs, for instance).
+
+    Returns:
+        A handle: `handle.remove()` undoes it, and so does leaving it as a context manager.
+
+    Raises:
+        TypeError, ValueError: there is no such head, it is deferred already, or it is no linear map; the message says
+            what to do.
+
+    Example:
+        >>> handle = slime_compile.defer_logits(model)
+        >>> model.loss_function = torch.compile(model.loss_function, backend="slime_fused")
+        >>> model(tokens, labels=tokens).loss.backward()
+    """
+    name, module = head_of(model, head)
+    handle = DeferHandle(name, module, in_eval)
+    vars(module)[handle.method] = handle
+    return handle
+
+
+class DeferHandle:
+    """The forward of a head whose logits are deferred; of Megatron's, the matmul in it.
+
+    Attributes:
+        name: of the module, in the model.
+        module: the head.
+        places: where the logits were computed after all.
+    """
+
+    def __init__(self, name: str, module: nn.Module, in_eval: bool = False) -> None:
+        self.name = name
+        self.module = module
+        self.in_eval = in_eval
+        self.method = method_of(module)
+        self.places = Places(name)
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.method == column_parallel.METHOD:
+            return self._of_shard(input, *args, **kwargs)
+        module: Any = self.module
+        if not self._defers(input, module.weight):
+            return type(module).forward(module, input)
+        return self._made(input, module.weight, module.bias)
+
+    def _of_shard(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Any:
+        """Megatron's matmul, in the place of `ColumnParallelLinear._forward_impl`."""
+        module: Any = self.module
+        buffer = kwargs.get("grad_output_buffer")
+        if not self._defers(input, weight) or not column_parallel.replaceable(module, buffer):
+            return type(module)._forward_impl(module, input, weight, bias=bias, **kwargs)
+        exchanges = {name: kwargs[name] for name in ("allreduce_dgrad", "sequence_parallel")}
+        whole = column_parallel.gathered(input, **exchanges, group=kwargs["tp_group"])
+        return self._made(whole, weight, bias)
+
+    def _made(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        if torch.compiler.is_compiling():
+            return DeferredLogits.of(Product.of(hidden, weight, bias, None))
+        self.places.deferred += 1
+        return DeferredLogits.of(Product.of(hidden, weight, bias, self.places.add))
+
+    def _defers(self, input: Any, weight: Any) -> bool:
+        module: Any = self.module
+        jit: Any = torch.jit
+        if not (module.training or self.in_eval) or torch.compiler.is_exporting():
+            return False
+        if module._backward_hooks or module._backward_pre_hooks or jit.is_tracing():
+            return False
+        return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+
+    def remove(self) -> None:
+        """The head computes its logits again; what it has handed out stays as it is. More than once does no harm."""
+        if vars(self.module).get(self.method) is self:
+            delattr(self.module, self.method)
+
+    def __enter__(self) -> DeferHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return str(self.places)
+
+    def __repr__(self) -> str:
+        state = "deferred" if vars(self.module).get(self.method) is self else "removed"
+        return f"DeferHandle({self.name!r}, {state})"
+
+
+only_inlined(
+    autograd_functions, expressions, logits, methods, places, pytree, sys.modules[__name__]
+)

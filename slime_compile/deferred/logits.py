@@ -1,0 +1,350 @@
+"""`DeferredLogits`: in eager code as good as the tensor, in a compiled function a matmul of its graph.
+
+It is a plain object with `__torch_function__`, no tensor: Dynamo traces its methods as it traces any Python. What
+models and trainers do between head and loss (rows, casts, temperatures, a softcap) stays deferred: `STAYS`. Anything
+else computes the tensor, once, and goes on with that. In-place work is seen by who reads the same object; another view
+of the logits that was made before is an error when it is read, since nothing may be wrong in silence.
+
+What cannot be: `isinstance(logits, torch.Tensor)` is False. Whatever insists on it gets `logits.tensor()`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_passes.graph.user_lines import skip_folder
+from slime_compile.deferred.autograd_functions import within_function
+from slime_compile.deferred.expressions import Applied, Expression, Product, packed_transpose
+from slime_compile.deferred.methods import (
+    CASTS,
+    CHANGING,
+    FACTS,
+    FLAGS,
+    FORWARDED,
+    FUNCTIONS,
+    IN_PLACE,
+    NEW_MEMORY,
+    STAYING_OPERATORS,
+    STAYS,
+    changes,
+    is_change,
+)
+
+__all__ = ["DeferredLogits", "with_tensors"]
+
+skip_folder(str(Path(__file__).parent))  # a report names the line that reads logits
+
+
+class _Memory:
+    """What a tensor and its views share: how often somebody has changed it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+
+@dataclass(eq=False, repr=False)
+class DeferredLogits:
+    """Logits that are computed where they are needed; see the module. Made by `slime_compile.defer_logits`.
+
+    A dataclass, and a node of torch's pytrees, since DDP and FSDP look for tensors in what a module returns.
+    """
+
+    expression: Expression
+    memory: _Memory
+    version: int = 0
+
+    @classmethod
+    def of(cls, expression: Expression) -> DeferredLogits:
+        return cls(expression, _Memory())
+
+    # ---- the tensor
+
+    def tensor(self) -> Tensor:
+        """The logits as a tensor; in eager code computed once and kept.
+
+        Raises:
+            RuntimeError: they cannot be what they were where the program made them; the message says why.
+        """
+        self._check_fresh()
+        if self.expression.requires_grad and within_function():
+            raise RuntimeError(
+                "an autograd.Function must be given logits as a tensor, got deferred logits, which autograd does not "
+                "see. Call it with logits.tensor(), or compile slime_compile.with_tensors(loss): the matmul is in the graph "
+                "all the same"
+            )
+        return self.expression.tensor()
+
+    def _check_fresh(self) -> None:
+        if self.version != self.memory.version:
+            raise RuntimeError(
+                "deferred logits must not be read after they were changed in place through another view of them. "
+                "Read the view that was changed, change it out of place (logits / t instead of logits.div_(t)), "
+                "or call .tensor() on the logits first"
+            )
+
+    # ---- what stays deferred
+
+    def _apply(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A method that leaves the logits as they are."""
+        self._check_fresh()
+        if self.expression.kept is not None or not _replays(name, args, kwargs):
+            return getattr(self.tensor(), name)(*_tensors(args), **_tensors(dict(kwargs)))
+        if name == "contiguous" and not args and not kwargs:
+            product = self._packed()
+            if product is not None:
+                return DeferredLogits.of(product)
+        applied = Applied.of(self.expression, name, args, kwargs)
+        made = DeferredLogits.of(applied)
+        if torch.compiler.is_compiling():
+            shared = name not in NEW_MEMORY
+        else:
+            vars(made)["_like"] = applied.on_meta(self._like)
+            shared = _storage(made._like) == _storage(self._like)
+        if shared:
+            made.memory, made.version = self.memory, self.version
+        return made
+
+    def _packed(self) -> Product | None:
+        """Rows that were put in another order, as a product of their own: a head's matmul may make it in chunks."""
+        if torch.compiler.is_compiling() or self._like.is_contiguous():
+            return None
+        return packed_transpose(self.expression)
+
+    def _change(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A method that changes the logits in place."""
+        self._check_fresh()
+        given = (_tensors(args), _tensors(dict(kwargs)))
+        compiling = torch.compiler.is_compiling()
+        partly = _has_values(self.expression)  # this may be a view of what eager code has
+        if self.expression.kept is not None or (not compiling and (partly or name not in IN_PLACE)):
+            getattr(self.tensor(), name)(*given[0], **given[1])
+            return self
+        if partly or name not in (*IN_PLACE, "__setitem__"):
+            raise RuntimeError(
+                f"in a compiled function deferred logits must not be changed by `{name}`; "
+                "call the method that returns a new value, or give the function logits.tensor()"
+            )
+        copies = name == "__setitem__"
+        plain = name if copies else IN_PLACE[name]
+        self.expression = Applied.of(self.expression, plain, *given, copies)
+        self.memory.version += 1
+        self.version = self.memory.version
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Casts stay deferred; another device computes."""
+        self._check_fresh()
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        there = probe.to(*_tensors(args), **_tensors(kwargs))
+        if there.device != probe.device or "memory_format" in kwargs:
+            return self.tensor().to(*_tensors(args), **_tensors(kwargs))
+        if there.dtype != probe.dtype:
+            return self._apply("to", (there.dtype,), {})
+        return self if there is probe else self._apply("clone", (), {})
+
+    def type(self, dtype: Any = None, **kwargs: Any) -> Any:
+        """As `to` for a dtype, else as the tensor's."""
+        if isinstance(dtype, torch.dtype):
+            return self.to(dtype)
+        return self.tensor().type(dtype, **kwargs)
+
+    # ---- what is known without computing
+
+    @functools.cached_property
+    def _like(self) -> Tensor:
+        """On the meta device: shape, strides, dtype."""
+        return self.expression.empty()
+
+    @property
+    def device(self) -> torch.device:
+        return self.expression.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.expression.requires_grad
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __repr__(self) -> str:
+        if self.expression.kept is not None:
+            return repr(self.expression.kept)
+        shape, dtype = list(self.shape), self.dtype
+        return f"DeferredLogits({shape}, dtype={dtype}, device='{self.device}', not computed)"
+
+    # ---- everything else
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Tensor, name) or (name[:2] == "__" and name != "__cuda_array_interface__"):
+            raise AttributeError(f"'DeferredLogits' object has no attribute '{name}'")
+        if callable(getattr(Tensor, name)) and is_change(name):
+            return functools.partial(_called, self, name)
+        if torch.compiler.is_compiling():
+            return getattr(self.tensor(), name)
+        self._check_fresh()
+        if name in FACTS:
+            return getattr(self._like if self.expression.kept is None else self.tensor(), name)
+        if name == "is_leaf":
+            return not self.requires_grad
+        if name in FLAGS:
+            return getattr(torch.empty(0, dtype=self.dtype, device=self.device), name)
+        if callable(getattr(Tensor, name)):
+            return functools.partial(_called, self, name)
+        return getattr(self.tensor(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(Tensor, name) and name not in ("version", "expression", "memory"):
+            setattr(self.tensor(), name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in FUNCTIONS and args and isinstance(args[0], cls):
+            return args[0]._apply(FUNCTIONS[func], args[1:], given)
+        if torch.compiler.is_compiling() and changes(func, given):
+            raise RuntimeError(
+                "in a compiled function deferred logits must not be given to a function that changes what it is given; "
+                "call the one that returns a new value"
+            )
+        return func(*_tensors(args), **_tensors(given))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensor().unbind(0))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._change("__setitem__", (index, value), {})
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._change("div_", (other,), {})
+
+    def __imul__(self, other: Any) -> Any:
+        return self._change("mul_", (other,), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().__reduce_ex__(protocol)
+
+    __hash__ = object.__hash__
+
+
+def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, given tensors for deferred logits.
+
+    For a loss that hands its logits to an `autograd.Function` (vocabulary-parallel ones do) and cannot be edited: under
+    torch.compile the matmul is in the graph all the same.
+
+    Example:
+        >>> loss_fn = torch.compile(slime_compile.with_tensors(loss_fn), backend="slime_fused")
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*_tensors(args), **_tensors(kwargs))
+
+    return call
+
+
+def _called(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any:
+    if is_change(name):
+        return logits._change(name, args, kwargs)
+    return getattr(logits.tensor(), name)(*_tensors(args), **_tensors(kwargs))
+
+
+def _replays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the method may be called later: on what it was given, and with a result whose shape is known."""
+    given = [part for each in (*args, *kwargs.values()) for part in _parts(each)]
+    if any(isinstance(each, DeferredLogits) for each in given):
+        return False
+    masks = (torch.bool, torch.uint8)
+    return name != "__getitem__" or not any(
+        isinstance(each, list | bool) or (isinstance(each, Tensor) and each.dtype in masks)
+        for each in given
+    )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _tensors(value: Any) -> Any:
+    """`value` with the tensors of deferred logits in it."""
+    if isinstance(value, DeferredLogits):
+        return value.tensor()
+    if type(value) in (tuple, list):
+        return type(value)(_tensors(each) for each in value)
+    if type(value) is dict:
+        return {key: _tensors(each) for key, each in value.items()}
+    return value
+
+
+def _has_values(expression: Expression | None) -> bool:
+    """Whether eager code has computed some of what `expression` is made of: it may be a view of that."""
+    while expression is not None:
+        if expression.kept is not None:
+            return True
+        expression = expression.before if isinstance(expression, Applied) else None
+    return False
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# ---- methods by name ------------------------------------------------------------------------------------------------
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.tensor(), name)(*_tensors(args), **_tensors(kwargs))
+
+    return method
+
+
+def _staying(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(name, args, kwargs)
+
+    return method
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return self.to(dtype, *args, **kwargs)
+
+    return method
+
+
+def _changing(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return self._change(name, args, kwargs)
+
+    return method
+
+
+def _define() -> None:
+    made: dict[str, Callable[..., Any]] = {}
+    for name in FORWARDED:
+        dunder = f"__{name}__"
+        if hasattr(Tensor, dunder):
+            made[dunder] = _forwarded(dunder)
+    made |= {name: _staying(name) for name in STAYS}
+    made |= {name: _staying(method) for name, method in STAYING_OPERATORS.items()}
+    made |= {name: _cast(dtype) for name, dtype in CASTS.items()}
+    made |= {f"__{name}__": _changing(f"__{name}__") for name in CHANGING}
+    made |= {name: _changing(name) for name in IN_PLACE}
+    for name, method in made.items():
+        method.__name__ = name
+        setattr(DeferredLogits, name, method)
+
+
+_define()

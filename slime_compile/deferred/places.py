@@ -1,0 +1,56 @@
+"""The user's lines at which deferred logits were computed in eager code, where no backend can save anything.
+
+Entry point: `Places`. Each line is logged once if a gradient goes through it: there the loss is not compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+__all__ = ["Places"]
+
+_log = logging.getLogger(__name__)
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+class Places:
+    """Counts them, for one head.
+
+    Attributes:
+        counts: how often at each `file:line`.
+        deferred: how often the head handed out logits without making them.
+    """
+
+    def __init__(self, head: str) -> None:
+        self.head = head
+        self.counts: Counter[str] = Counter()
+        self.deferred = 0
+
+    def add(self) -> None:
+        """The innermost line that is neither torch's nor ours computes logits now."""
+        place = _line()
+        self.counts[place] += 1
+        if self.counts[place] == 1 and torch.is_grad_enabled():
+            _log.warning(
+                "deferred logits of %s are computed whole at %s: not in a function under torch.compile",
+                self.head,
+                place,
+            )
+
+    def __str__(self) -> str:
+        lines = [f"logits of {self.head}: handed out {self.deferred} times without being made"]
+        for place, count in self.counts.most_common():
+            lines.append(f"  computed {count} times at {place}")
+        return "\n".join(lines)
+
+
+def _line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

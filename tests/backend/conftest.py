@@ -1,0 +1,12 @@
+"""What the tests of who holds the logits compile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.held import Loss, warm
+
+
+@pytest.fixture(scope="module", params=["aot_eager", "inductor"])
+def fn(request: pytest.FixtureRequest) -> Loss:
+    return warm(request.param)

@@ -1,0 +1,97 @@
+"""TRL: the example does what it says; its fused head over our operators, value for value."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed; make test-trainers does")
+
+from slime_compile.integrations import trl as integration
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 6  # three rollouts, each used twice
+N, V, D = 65, 1040, 8
+
+
+@pytest.fixture
+def utils() -> Any:
+    import trl.trainer.utils as found
+
+    yield found
+    integration.disable()
+
+
+def run(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], **more: Any) -> list[Any]:
+    """What TRL's call gives, and the gradients of hidden, weight, bias."""
+    draw = torch.Generator().manual_seed(0)
+    head = [
+        torch.randn(*shape, generator=draw).to(dtype).requires_grad_()
+        for shape in ((N, D), (V, D), (V,))
+    ]
+    target = torch.randint(V, (N,), generator=draw)
+    given = {"softcap": None, "scale": 1.0} | more
+    found = utils._ChunkedLogProbFunction.apply(
+        *head, target, 0.7, 4096, given["softcap"], given["scale"], outputs
+    )
+    weights = torch.randn(2, N, generator=draw).to(found[0].dtype)
+    total = sum((w * v).sum() for w, v in zip(weights, found[:2], strict=True) if v is not None)
+    return [*found, *torch.autograd.grad(total, head)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_values(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], scale: float) -> None:
+    theirs = run(utils, dtype, outputs, scale=scale)
+    assert integration.enable()
+    assert integration.enable()
+    mine = run(utils, dtype, outputs, scale=scale)
+    for number, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
+        if other is None:
+            assert ours is None
+            continue
+        assert (ours.dtype, ours.shape) == (other.dtype, other.shape)
+        rounding = 1e-5 if dtype == torch.float32 else 2e-2  # of the largest; bfloat16 has 8 bits
+        assert (ours - other).abs().max() <= rounding * other.abs().max(), number
+    integration.disable()
+    for again, other in zip(run(utils, dtype, outputs, scale=scale), theirs, strict=True):
+        assert again is other is None or torch.equal(again, other)
+
+
+@pytest.mark.parametrize(
+    "more", [{"outputs": ("log_probs", "is_top1")}, {"softcap": 30.0}], ids=str
+)
+def test_what_stays_with_trl(utils: Any, more: dict[str, Any]) -> None:
+    given = {"outputs": ("log_probs", "entropy")} | more
+    theirs = run(utils, torch.float32, **given)
+    assert integration.enable()
+    for again, other in zip(run(utils, torch.float32, **given), theirs, strict=True):
+        assert again is other is None or torch.equal(again, other)
+
+
+def test_another_trl(utils: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
+            return hidden
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
+    assert not integration.enable()
+    assert utils._ChunkedLogProbFunction is Other
+    assert "is not known here" in caplog.text
+    assert "nothing was changed" in caplog.text
+
+
+def test_the_example() -> None:
+    runs = runpy.run_path(str(EXAMPLES / "trl_grpo.py"))["main"](["--steps", str(STEPS)])
+    theirs, ours = runs["trl"], runs["slime_compile"]
+    assert len(theirs.losses) == STEPS
+    assert len(set(theirs.losses)) == STEPS  # it trains
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-4, abs=1e-6)
+    logits = 8 * 63 * 40960 * 4
+    assert ours.peak_bytes < 0.5 * logits < theirs.peak_bytes
