@@ -38,7 +38,8 @@ _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceed
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[Frame, float] = {}
-_restarts_of: dict[str, tuple[Frame, ...]] = {}
+_restarts_of: dict[tuple[str, float, float], tuple[Frame, ...]] = {}
+"""By compilation, its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
 
 
 def harvest() -> None:
@@ -48,7 +49,8 @@ def harvest() -> None:
         _seen.setdefault(frame, when)
     for each in metrics:
         if each.compile_id and each.restart_reasons:
-            _restarts_of[each.compile_id] = tuple(_restarts(each))
+            began = (each.start_time_us or 0) / 1e6
+            _restarts_of[each.compile_id, began, _ended(each)] = tuple(_restarts(each))
 
 
 def process_frames() -> dict[Frame, float]:
@@ -76,9 +78,14 @@ def graph_break(gm: GraphModule) -> Frame | None:
     )
 
 
-def breaks_before(compilation: str, at_end: Frame | None) -> tuple[Frame, ...]:
-    """The graph breaks of a compilation that has ended: that of its graph, and those that it was started anew for."""
-    return with_restarts([at_end] if at_end else [], _restarts_of.get(compilation, ()))
+def breaks_before(compilation: str, during: float, at_end: Frame | None) -> tuple[Frame, ...]:
+    """The graph breaks of the compilation that ran at a time (`time.time()`): that of its graph, and its restarts."""
+    found = (
+        restarts
+        for (name, began, ended), restarts in list(_restarts_of.items())
+        if name == compilation and began <= during <= ended
+    )
+    return with_restarts([at_end] if at_end else [], next(found, ()))
 
 
 def with_restarts(breaks: Sequence[Frame], restarts: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -130,7 +137,7 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
             reason = _why(each.fail_reason or each.fail_type)
             frame = Frame.found(name, failed or start, reason)
-            found.setdefault(frame, (each.end_time_us or 0) / 1e6)
+            found.setdefault(frame, _ended(each))
     return found
 
 
@@ -146,6 +153,10 @@ def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks for which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
     return [Frame.found(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
+
+
+def _ended(metrics: Any) -> float:
+    return (metrics.end_time_us or 0) / 1e6
 
 
 def _frame_number(compile_id: str | None) -> str:

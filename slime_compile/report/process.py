@@ -36,7 +36,7 @@ def reports() -> list[Report]:
     """
     lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
     graphs = [
-        (each.time, Report((each.result(),), breaks_before(each.compile_id, each.ended_by)))
+        (each.time, Report((each.result(),), breaks_before(each.compile_id, each.time, each.ended_by)))
         for each in list(_records)
     ]
     return [report for _, report in sorted([*graphs, *lost], key=lambda timed: timed[0])]

@@ -333,6 +333,18 @@ def test_breaks_are_in_the_reports_of_this_process() -> None:
     assert "graph breaks:" in str(first)
 
 
+def test_breaks_stay_with_their_graph_when_dynamo_numbers_anew() -> None:
+    torch._dynamo.reset()
+    known = len(slime_compile.reports())
+    torch.compile(broken, backend="slime_fused", options=INTERPRETED)(*data())
+    torch._dynamo.reset()
+    torch.compile(log_probs, backend="slime_fused", options=INTERPRETED)(*data())
+    torch._dynamo.reset()
+    torch.compile(broken, backend="slime_fused", options=INTERPRETED)(*data())
+    breaks = [len(each.breaks) for each in slime_compile.reports()[known:]]
+    assert breaks == [1, 0, 0, 1, 0]
+
+
 def test_a_summary_lists_what_is_about_the_vocabulary() -> None:
     torch._dynamo.reset()
     before = slime_compile.summary()
