@@ -556,8 +556,9 @@ def masked_rows_with_another_use(x: Tensor, keep: Tensor) -> Tensor:
 
 @program("precision", lambda: (logits(offset=-1e4),))
 def normaliser_of_normalised_pieces(x: Tensor) -> Tensor:
-    """Its gradient is 0; each piece has a maximum of its own."""
-    return torch.cat([piece.log_softmax(-1) for piece in x.split(2)]).logsumexp(-1)
+    """Each piece has a maximum of its own. Its gradient is 0, no scale to measure by; that of a log-prob is."""
+    normalised = torch.cat([piece.log_softmax(-1) for piece in x.split(2)])
+    return normalised.logsumexp(-1) + x.log_softmax(-1)[:, 0]
 
 
 def not_numbers() -> Made:
