@@ -35,11 +35,12 @@ def reports() -> list[Report]:
     (an exception while tracing, too many recompiles), which runs as plain eager code.
     """
     lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
-    graphs = [
-        (each.time, Report((each.result(),), breaks_before(each.compile_id, each.time, each.ended_by)))
-        for each in list(_records)
-    ]
+    graphs = [(each.time, _report(each)) for each in list(_records)]
     return [report for _, report in sorted([*graphs, *lost], key=lambda timed: timed[0])]
+
+
+def _report(each: Record) -> Report:
+    return Report((each.result(),), breaks_before(each.compile_id, each.time, each.ended_by))
 
 
 def summary() -> Report:
