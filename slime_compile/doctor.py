@@ -241,10 +241,11 @@ def _errors(device: str, dtype: Any) -> Iterator[float]:
     exact = reference.row_stats(true, scale.double(), 1.25)
     for got, want in zip(stats[:3], exact[:3], strict=True):
         yield _error(got, want)
-    top, log_sum, *_ = exact
+    peak, log_sum, *_ = exact
     ones = torch.ones(_ROWS, 1, dtype=torch.float64)
-    terms = torch.stack([1.25 * scale.double(), top, log_sum, -0.5 * ones, 0.25 * ones], -1)
-    affine = torch.zeros(_ROWS, 3, dtype=torch.float64)
+    rate = 1.25 * scale.double()
+    terms = torch.stack([rate, peak, log_sum, -0.5 * ones, 0.25 * ones], -1)
+    affine = torch.zeros(_ROWS, reference.AFFINE, dtype=torch.float64)
     index = torch.randint(_VOCAB, (_ROWS, 1), generator=draw)
     rest = terms, affine, index, ones
     want = reference.row_grad(true, *rest, False, torch.float64)

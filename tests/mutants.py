@@ -496,19 +496,39 @@ MUTANTS = [
             "        if not rest:",
         ),
         (
-            "a row whose f is 0 keeps the center", "walk/gradient.py", "test_soundness.py zero_factor",
-            "        if f.as_number() is not None or center.is_zero:\n            return beside",
-            "        return beside",
+            "how far the maximum of all shards is from the peak is lost", "walk/near.py", "test_soundness.py shards_over_a_temperature",
+            "part + Poly.atom(c.rows.emit_node(distance, dtype, x))",
+            "part",
+        ),
+        (
+            "the peak of a row of -inf is taken away", "walk/near.py", "test_soundness.py shards",
+            "        center = Poly.atom(c.emitter.where(finite, peak, c.rows.emit_node(ZERO, dtype, x)))",
+            "        center = stats.peak",
         ),
         (
             "the center is not given back to a", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or entropy_shifted)",
-            "    a = c.statistics.centered(form.x, term.a + term.b * center)",
+            "    a = c.statistics.centered(form.x, term.a + term.b * around.value)",
             "    a = term.a",
         ),
         (
             "the shift keeps the center", "walk/gradient.py", "test_spellings.py test_spelling and fp32 and (entropy_as_given or log_softmax_gather)",
-            "    return term.scale, center, term.shift - center, a, term.b",
-            "    return term.scale, center, term.shift, a, term.b",
+            "    return term.scale, around.center, term.shift - around.value, a, term.b",
+            "    return term.scale, around.center, term.shift, a, term.b",
+        ),
+        (
+            "columns are scaled before the peak is taken away", "walk/columns.py", "test_soundness.py log_probs_over",
+            "        around = affine_center(c, form)",
+            "        around = Near()",
+        ),
+        (
+            "a rounded logsumexp is mixed with exact statistics", "walk/walk.py", "test_soundness.py without_their_mean",
+            "                    if len(poly.terms) > 1 and any(map(rows.is_peak, poly.atoms())):",
+            "                    if False:",
+        ),
+        (
+            "an overflowing mass meets its negative", "rules/reductions.py", "test_soundness.py times_their_logits",
+            "    product = c.emitter.call(aten.mul.Tensor, mass, c.rows.emit_node(weighted, dtype, form.x))",
+            "    product = c.rows.emit_node(Poly.atom(mass) * weighted, dtype, form.x)",
         ),
         (
             "a column is not spread over the rows", "walk/gradient.py", "test_soundness.py broadcast",

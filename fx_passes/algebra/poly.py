@@ -56,6 +56,13 @@ class Poly:
     def atoms(self) -> Iterable[Node]:
         return dict.fromkeys(atom for monomial in self.terms for atom, _ in monomial)
 
+    def common(self) -> Monomial:
+        """What every term is a multiple of, numbers aside."""
+        first, *others = self.terms or [()]
+        powers = [dict(monomial) for monomial in others]
+        least = {atom: min([power, *(p.get(atom, 0) for p in powers)]) for atom, power in first}
+        return tuple((atom, power) for atom, power in least.items() if power > 0)
+
     def __hash__(self) -> int:
         return hash(frozenset(self.terms.items()))
 

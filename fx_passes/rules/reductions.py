@@ -16,6 +16,7 @@ from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
+from fx_passes.walk.near import near
 from fx_passes.walk.results import (
     EXPECTED,
     NORMALISER,
@@ -148,12 +149,19 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     if (height + stats.log_sum).is_zero:
         return weighted
     dtype = compute_dtype(form.x)
-    mass = c.mass(height, stats.log_sum, form.x)
+    around = near(c, form, term.scale, term.shift)
+    apart = stats.peak - around.center
+    if not around.center.is_zero and not apart.is_zero:
+        apart = Poly.atom(c.rows.emit_node(apart, dtype, form.x))
+    exact = apart * term.scale + (around.value - term.shift)
+    mass = c.mass(height, stats.log_sum, form.x, exact)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
     null = c.emitter.call(aten.eq.Scalar, mass, 0)
     zero = c.rows.emit_node(ZERO, dtype, form.x)
-    product = c.rows.emit_node(Poly.atom(mass) * weighted, dtype, form.x)
+    # as a whole: a mass that overflows would meet itself with the other sign in the sum of its products
+    product = c.emitter.call(aten.mul.Tensor, mass, c.rows.emit_node(weighted, dtype, form.x))
+    product = c.rows.zero_where_placed(weighted.common(), product)
     return Poly.atom(c.emitter.where(null, zero, product))
 
 

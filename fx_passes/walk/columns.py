@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
@@ -11,6 +13,7 @@ from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
+from fx_passes.walk.near import Near, affine_center, near
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -42,37 +45,37 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
         elif form.x is not None:
             taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
     if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
-        result = result + _affine_column(c, form.f, taken, dtype)
+        around = affine_center(c, form)
+        result = result + _scaled(c, taken, around, form.f, dtype) + around.value
     result = result + form.e
     for term in form.exps:
-        result = result + _exp_column(c, term, taken, dtype)
+        result = result + _exp_column(c, form, term, taken, dtype)
     for hot in form.hots:
         result = result + _hot_column(c, hot, index, form, dtype)
     return result
 
 
-def _affine_column(c: Context, f: Poly, taken: Poly, dtype: torch.dtype) -> Poly:
-    """f * x at the column; a row whose f is 0 does not look at x, which may be infinite there."""
-    if f.as_number() is not None:
-        return taken * f
-    factor = c.rows.emit(f, dtype)
-    scaled = c.rows.emit(taken * f, dtype)
+def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:
+    """scale * (x - center) at the column; as the operators, a row whose scale is 0 does not look at x."""
+    number, difference = scale.as_number(), taken - around.center
+    if number is not None and abs(number) == 1:
+        return difference * scale
+    like = next(iter(taken.atoms()))
+    if not around.center.is_zero:
+        difference = Poly.atom(c.rows.emit_node(difference, dtype, like))
+    if number is not None:
+        return difference * scale
+    factor, scaled = (c.rows.emit_node(poly, dtype, like) for poly in (scale, difference * scale))
     off = c.emitter.call(aten.eq.Scalar, factor, 0)
-    zero = c.rows.emit_node(ZERO, dtype, next(iter(taken.atoms())))
-    return Poly.atom(c.emitter.where(off, zero, scaled))  # type: ignore[arg-type]
+    return Poly.atom(c.emitter.where(off, c.rows.emit_node(ZERO, dtype, like), scaled))
 
 
-def _scaled(c: Context, taken: Poly, scale: Poly, dtype: torch.dtype) -> Poly:
-    """scale * x at the column; as the operators, a row whose scale is 0 does not look at x."""
-    return (
-        taken * scale if scale.as_number() is not None else _affine_column(c, scale, taken, dtype)
-    )
-
-
-def _exp_column(c: Context, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
-    y = _scaled(c, taken, term.scale, dtype)
-    exponent = c.rows.emit(y - term.shift, dtype)
-    return _weighted(c, term, y, c.emitter.call(aten.exp.default, exponent), dtype)
+def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
+    around = near(c, form, term.scale, term.shift)
+    z = _scaled(c, taken, around, term.scale, dtype)
+    exponent = c.rows.emit(z - (term.shift - around.value), dtype)
+    term = replace(term, a=term.a + term.b * around.value)
+    return _weighted(c, term, z, c.emitter.call(aten.exp.default, exponent), dtype)
 
 
 def _left_column(c: Context, term: Exp, probability: Node, dtype: torch.dtype) -> Poly:

@@ -61,6 +61,7 @@ class Context:
         self.rows = RowScalars(self.emitter, row_table)
         self.roots = Roots(self.emitter)
         self.statistics = Statistics(self.roots, self.rows)
+        self.beside_peaks: dict[tuple[Node, Poly, Poly], tuple[Poly, Poly]] = {}  # near.py
         self.values: dict[Node, Result] = {}
 
     # -- reading ---------------------------------------------------------------------------------
@@ -136,9 +137,9 @@ class Context:
         )
         return self.emit_rows(Poly.atom(number) + nothing, form, number)
 
-    def mass(self, height: Poly, log_sum: Poly, x: Node) -> Node:
-        """exp(height + log_sum), a row's sum of exponentials over `x`."""
-        return self.rows.mass(height, log_sum, compute_dtype(x), x)
+    def mass(self, height: Poly, log_sum: Poly, x: Node, exact: Poly | None = None) -> Node:
+        """exp(height + log_sum), a row's sum of exponentials over `x`; `exact` is how the height is computed."""
+        return self.rows.mass((height, exact or height), log_sum, compute_dtype(x), x)
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form
-from fx_passes.algebra.poly import ONE, ZERO, Monomial, Poly
+from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import in_backward, softmax_left
+from fx_passes.walk.near import affine_center, near
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -155,16 +156,9 @@ class _Packer:
 
     def affine(self) -> Node:
         """[..., 3]"""
-        e, f, center = self.form.e, self.form.f, affine_center(self.c, self.form)
-        return self._joined([self._cell(f), self._cell(center), self._constant_part(e, f, center)])
-
-    def _constant_part(self, e: Poly, f: Poly, center: Poly) -> Node:
-        """e + center beside `f x - center`; a row whose f is 0 has e alone."""
-        beside = self._cell(e + center)
-        if f.as_number() is not None or center.is_zero:
-            return beside
-        off = self.c.emitter.call(aten.eq.Scalar, self._cell(f), 0)
-        return self.c.emitter.where(off, self._cell(e), beside)
+        around = affine_center(self.c, self.form)
+        cells = self.form.f, around.center, self.form.e + around.value
+        return self._joined([self._cell(poly) for poly in cells])
 
     def columns(self) -> tuple[Node, Node]:
         """index and weight, [..., M]"""
@@ -204,34 +198,9 @@ class _Packer:
 
 
 def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, Poly, Poly]:
-    """(scale, center, shift, a, b) around the center: a + b y = (a + b center) + b (y - center)."""
+    """(scale, center, shift, a, b) around what y is near to: a + b y = (a + b near) + b (y - near)."""
     assert form.x is not None
-    center = _center(c, term.shift, c.stats(form, term.scale).max)
-    a = c.statistics.centered(form.x, term.a + term.b * center)
-    return term.scale, center, term.shift - center, a, term.b
-
-
-def _is_maximum(c: Context, monomial: Monomial) -> bool:
-    """A maximum in some of the rows, and 0 in the others."""
-    atoms = [atom for atom, _ in monomial if atom not in c.rows.zero_outside]
-    return len(atoms) == 1 and c.statistics.is_maximum(atoms[0])
-
-
-def affine_center(c: Context, form: Form) -> Poly:
-    """What `f x` is near to: the first part of the constant that is subtracted."""
-    return ZERO if form.f.is_zero else _center(c, -form.e, ZERO)
-
-
-def _center(c: Context, shift: Poly, maximum: Poly) -> Poly:
-    """The first part of the shift: the row maximum where it is in there, else the part that was subtracted first.
-
-    Where rows are put together from pieces, each piece has its own maximum, at its own rows.
-    """
-    single = maximum.as_monomial()
-    pieces = [m for m in shift.terms if shift.terms[m] == 1.0 and _is_maximum(c, m)]
-    if len(pieces) > 1 and not (single and single[1] in pieces):
-        return Poly(dict.fromkeys(pieces, 1.0))
-    for wanted in ([single[1]] if single else []) + list(shift.terms):
-        if shift.terms.get(wanted) == 1.0 and wanted:
-            return Poly({wanted: 1.0})
-    return ZERO
+    c.stats(form, term.scale)  # of moved rows, too
+    around = near(c, form, term.scale, term.shift)
+    a = c.statistics.centered(form.x, term.a + term.b * around.value)
+    return term.scale, around.center, term.shift - around.value, a, term.b

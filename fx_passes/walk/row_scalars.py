@@ -39,6 +39,7 @@ class RowScalars:
         meanings: the polynomial that each node computes, as far as it was looked at.
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
         masses: nodes that are a row's sum of exponentials, each with the exponent that it is `exp` of.
+        peaks: nodes that are the logit of each row that is largest once it is scaled.
     """
 
     def __init__(self, emitter: Emitter, table: Mapping[Target, RowRule]) -> None:
@@ -47,6 +48,7 @@ class RowScalars:
         self.meanings: dict[Node, Poly] = {}
         self.zero_outside: set[Node] = set()
         self.masses: dict[Node, Poly] = {}
+        self.peaks: set[Node] = set()
 
     # -- meaning ---------------------------------------------------------------------------------
 
@@ -185,20 +187,22 @@ class RowScalars:
         assert isinstance(argument, Node)
         return self.emitter.reshape(self._representative(argument), self.emitter.sizes(atom))
 
-    def mass(self, height: Poly, log_sum: Poly, dtype: torch.dtype, like: Node) -> Node:
-        """exp(height + log_sum), a row's sum of exponentials, the largest of which is exp(height).
+    def mass(
+        self, heights: tuple[Poly, Poly], log_sum: Poly, dtype: torch.dtype, like: Node
+    ) -> Node:
+        """exp(height + log_sum), a row's sum of exponentials; `heights` is what it means and how it is computed.
 
         Remembered, so that dividing by it is subtracting its log. As a product, since the sum in the exponent would be
         rounded to the places of the larger.
         """
         factors = [
             self.emitter.call(aten.exp.default, self.emit_node(part, dtype, like))
-            for part in (height, log_sum)
+            for part in (heights[1], log_sum)
             if not part.is_zero
         ]
         node = factors[0] if len(factors) == 1 else self.emitter.call(aten.mul.Tensor, *factors)
         self.meanings[node] = Poly.atom(node)
-        self.masses[node] = height + log_sum
+        self.masses[node] = heights[0] + log_sum
         return node
 
     def mass_exponent(self, atom: Node) -> Poly | None:
@@ -213,6 +217,10 @@ class RowScalars:
             return False
         inner = [under(atom, RESHAPES) for atom, _ in single[1]]
         return all(atom.target is aten.exp.default or atom in self.masses for atom in inner)
+
+    def is_peak(self, atom: Node) -> bool:
+        """One of `peaks`, of some of the rows or in another shape maybe."""
+        return under(atom, VIEWS) in self.peaks
 
     # -- rows that were written into zeros ---------------------------------------------------------
 

@@ -21,7 +21,8 @@ from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.gradient import Leaving, affine_center, coefficients, with_others
+from fx_passes.walk.gradient import Leaving, coefficients, with_others
+from fx_passes.walk.near import affine_center
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -131,19 +132,19 @@ class _Arithmetic:
         return self.c.emitter.expand(total, self.c.all_sizes(self.form))
 
     def _affine(self) -> Node:
-        """f x - center + (e + center)"""
+        """f (x - center) + (e + f center)"""
         e, f = self.form.e, self.form.f
         if f.is_zero:
             return self._tensor(e)
-        center = affine_center(self.c, self.form)
-        beside = self._plus(self._plus(self._times(self.x, f), -center), e + center)
-        return self._where_any([f], beside, self._tensor(e))
+        around = affine_center(self.c, self.form)
+        rest = e + around.value
+        beside = self._plus(self._scaled(f, around.center), rest)
+        return self._where_any([f], beside, self._tensor(rest))
 
     def _exponential(self, term: Exp) -> Node:
-        """exp(z - shift) (a + b z) with z = scale x - center; 0 where z is -inf, unless the row has no softmax."""
+        """exp(z - shift) (a + b z) with z = scale (x - center); 0 where z is -inf, unless the row has no softmax."""
         scale, center, shift, a, b = coefficients(self.c, self.form, term)
-        y = self._where_any([scale], self._times(self.x, scale), self.zero)
-        z = self._plus(y, -center)
+        z = self._where_any([scale], self._scaled(scale, center), self.zero)
         probability = self.call(aten.exp.default, self._plus(z, -shift))
         if b.is_zero:
             weighted = self._times(probability, a)
@@ -180,6 +181,9 @@ class _Arithmetic:
 
     def _number_or_node(self, poly: Poly) -> Node | float:
         return self.c.rows.emit(poly, self.dtype)
+
+    def _scaled(self, scale: Poly, center: Poly) -> Node:
+        return self._times(self._plus(self.x, -center), scale)
 
     def _plus(self, node: Node, poly: Poly) -> Node:
         return (

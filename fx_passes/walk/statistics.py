@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import Poly
+from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
 from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.roots import Roots
@@ -23,10 +23,15 @@ aten = torch.ops.aten
 class Stats:
     """Row statistics of `y = scale * x`, each `[..., 1]`; see docs/ops.md."""
 
-    max: Poly
+    scale: Poly
+    peak: Poly
     log_sum: Poly
     mean: Poly
     total: Poly
+
+    @property
+    def max(self) -> Poly:
+        return self.scale * self.peak
 
 
 def compute_dtype(x: Node | None) -> torch.dtype:
@@ -48,14 +53,14 @@ class Statistics:
             raise Refused("a softmax of a value that no logits are in")
         return self._of(form.x, scale, form.vdim)
 
+    def known(self, form: Form, scale: Poly) -> Stats | None:
+        """Those that were asked for already."""
+        return None if form.x is None else self._known.get((form.x, scale))
+
     def is_one(self, atom: Node) -> bool:
         """Whether a row scalar is one of the statistics, of some of the rows or in another shape maybe."""
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
-
-    def is_maximum(self, atom: Node) -> bool:
-        """Whether a row scalar is the rows' maximum."""
-        return self.is_one(atom) and bool(under(atom, VIEWS).args[1] == 0)
 
     def any_scale(self, form: Form) -> tuple[Poly, Stats]:
         """Statistics of any scale that are there already, else of the form's own factor."""
@@ -66,23 +71,20 @@ class Statistics:
         return Poly.number(1.0), self.of(form, form.f)
 
     def centered(self, x: Node, poly: Poly) -> Poly:
-        """`poly` without the maxima, where they cancel: max(s y) = s max(y) for s > 0, which nobody has to compute.
+        """`poly` without the peaks, where they cancel: they are the same for all positive scales.
 
         What is left of them where they do not would be the difference of large numbers; then `poly` stays as it is.
         """
-        maxima = {}
+        peaks: set[Monomial] = set()
         for (of, scale), stats in self._known.items():
-            number, single = scale.as_number(), stats.max.as_monomial()
-            if of is x and number is not None and number > 0 and single is not None:
-                maxima[single[1]] = number
-        base = next(iter(maxima), None)
-        if base is None:
-            return poly
+            number = scale.as_number()
+            if of is x and number is not None and number > 0:
+                peaks |= stats.peak.terms.keys()
         rest, height, size = Poly(), 0.0, 0.0
         for monomial, factor in poly.terms.items():
-            if monomial in maxima:
-                height += factor * maxima[monomial]
-                size += abs(factor * maxima[monomial])
+            if monomial in peaks:
+                height += factor
+                size += abs(factor)
             else:
                 rest += Poly({monomial: factor})
         return rest if abs(height) <= 1e-12 * size else poly
@@ -96,7 +98,7 @@ class Statistics:
                 self._known[key] = self._emit(x, scale, vdim)
             else:
                 whole = self._of(step.parent, above, step.vdim)
-                self._known[key] = Stats(*(self._moved(x, poly) for poly in _fields(whole)))
+                self._known[key] = Stats(scale, *(self._moved(x, p) for p in _parts(whole)))
         return self._known[key]
 
     def _moved(self, x: Node, poly: Poly) -> Poly:
@@ -114,11 +116,12 @@ class Statistics:
         node = call(torch.ops.slime_fused.row_stats.default, viewed, rows, factor, "")
         self.operators[node] = self.roots.root_of[x]
         parts = [call(operator.getitem, node, at) for at in range(4)]
+        self.rows.peaks.add(parts[0])
         if order is not None:
             back = [order.index(dim) for dim in range(rank)]
             parts = [call(aten.permute.default, part, back) for part in parts]
-        return Stats(*(Poly.atom(part) for part in parts))
+        return Stats(scale, *(Poly.atom(part) for part in parts))
 
 
-def _fields(stats: Stats) -> tuple[Poly, ...]:
-    return stats.max, stats.log_sum, stats.mean, stats.total
+def _parts(stats: Stats) -> tuple[Poly, ...]:
+    return stats.peak, stats.log_sum, stats.mean, stats.total

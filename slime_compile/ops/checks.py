@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.reference import AFFINE, TERM, compute_dtype
 from slime_compile.torch_private import has_internal_overlap, sym_or, torch_check
 
 __all__ = ["check_grad", "check_result_dtype", "check_stats", "check_writable"]
@@ -60,8 +60,8 @@ def check_grad(
 ) -> None:
     _check_root(x)
     rows, compute = x.shape[:-1], compute_dtype(x.dtype)
-    _check_rows("terms", terms, rows, ("K", 5))
-    _check_rows("affine", affine, rows, (3,))
+    _check_rows("terms", terms, rows, ("K", TERM))
+    _check_rows("affine", affine, rows, (AFFINE,))
     _check_rows("index", index, rows, ("M",))
     _check_rows("weight", weight, rows, (index.shape[-1],))
     _check_dtype("terms", terms, compute)

@@ -181,11 +181,12 @@ void for_each_segment(int64_t rows, int64_t vocab, const Task& task) {
 
 // ---- row_stats -----------------------------------------------------------------------------------------------------
 
-// What is known of some elements y of a row, relative to anchor = top, or 0 where top is -inf:
-//   mass = sum exp(y - anchor)    first = sum exp(y - anchor) (y - anchor)    spread = sum (y - anchor)
+// What is known of some elements u of a row (x, or -x where the scale is negative), relative to anchor = top, or 0 where
+// top is -inf; rate is the size of the scale, d = rate (u - anchor):
+//   mass = sum exp(d)    first = sum exp(d) d    spread = sum d
 // top drops NaN; mass is NaN where an element is NaN or +inf, and nowhere else.
 struct Sums {
-  double top = -INF<double>, mass = 0, first = 0, spread = 0, count = 0;
+  double top = -INF<double>, rate = 1, mass = 0, first = 0, spread = 0, count = 0;
 
   double anchor() const { return top == -INF<double> ? 0.0 : top; }
 
@@ -194,7 +195,7 @@ struct Sums {
     if (to == top) return;
     Sums raised = *this;
     raised.top = to;
-    const double step = anchor() - raised.anchor(), decay = top == -INF<double> ? 0.0 : std::exp(step);
+    const double step = rate * (anchor() - raised.anchor()), decay = top == -INF<double> ? 0.0 : std::exp(step);
     first = decay == 0 ? mass * 0 : decay * (first + mass * step);
     mass *= decay;
     spread += count * step;
@@ -244,9 +245,9 @@ struct Sum {
 };
 
 template <typename T>
-T top_of(const T* x, int64_t n, T rate) {
+T top_of(const T* x, int64_t n, T sign) {
   constexpr int64_t W = Vec<T>::size();
-  const Vec<T> scale(rate);
+  const Vec<T> scale(sign);
   Vec<T> top[AHEAD];
   for (Vec<T>& t : top) t = Vec<T>(-INF<T>);
   int64_t i = 0;
@@ -254,8 +255,8 @@ T top_of(const T* x, int64_t n, T rate) {
     for (int k = 0; k < AHEAD; ++k) top[k] = at::vec::clamp_min(Vec<T>::loadu(x + i + k * W) * scale, top[k]);
   for (; i < n; i += W) {
     const int64_t here = std::min(W, n - i);
-    const Vec<T> y = Vec<T>::loadu(x + i, here) * scale;
-    top[0] = at::vec::clamp_min(Vec<T>::set(Vec<T>(-INF<T>), y, here), top[0]);
+    const Vec<T> u = Vec<T>::loadu(x + i, here) * scale;
+    top[0] = at::vec::clamp_min(Vec<T>::set(Vec<T>(-INF<T>), u, here), top[0]);
   }
   T lanes[AHEAD * W], highest = -INF<T>;
   for (int k = 0; k < AHEAD; ++k) top[k].store(lanes + k * W);
@@ -264,13 +265,14 @@ T top_of(const T* x, int64_t n, T rate) {
 }
 
 template <typename T, bool MEAN, bool TOTAL>
-Sums block_sums(const T* x, int64_t n, T rate) {
+Sums block_sums(const T* x, int64_t n, T scale_of_row) {
   constexpr int64_t W = Vec<T>::size();
+  const T sign = scale_of_row < 0 ? T(-1) : T(1);
   Sums sums;
-  const T top = top_of(x, n, rate);
-  sums.top = top;
+  sums.rate = sign * scale_of_row;
+  sums.top = top_of(x, n, sign);
   sums.count = n;
-  const Vec<T> scale(rate), anchor(static_cast<T>(sums.anchor())), low(LOW<T>), none(0);
+  const Vec<T> scale(scale_of_row), anchor(sign * static_cast<T>(sums.anchor())), low(LOW<T>), none(0);
   Sum<T> mass, first, spread;
   int64_t i = 0;
   const auto end_strip = [&] {
@@ -287,7 +289,7 @@ Sums block_sums(const T* x, int64_t n, T rate) {
     const int64_t end = std::min(n, i + STRIP * AHEAD * W);
     for (; i + AHEAD * W <= end; i += AHEAD * W) {
       for (int k = 0; k < AHEAD; ++k) {
-        const Vec<T> d = Vec<T>::loadu(x + i + k * W) * scale - anchor, held = at::vec::clamp_min(d, low);
+        const Vec<T> d = (Vec<T>::loadu(x + i + k * W) - anchor) * scale, held = at::vec::clamp_min(d, low);
         add(k, d, held, exponential(held));
       }
     }
@@ -295,7 +297,7 @@ Sums block_sums(const T* x, int64_t n, T rate) {
   }
   for (; i < n; i += W) {
     const int64_t here = std::min(W, n - i);
-    const Vec<T> d = Vec<T>::set(none, Vec<T>::loadu(x + i, here) * scale - anchor, here);
+    const Vec<T> d = Vec<T>::set(none, (Vec<T>::loadu(x + i, here) - anchor) * scale, here);
     const Vec<T> held = at::vec::clamp_min(d, low);
     add(0, d, held, Vec<T>::set(none, exponential(held), here));
   }
@@ -306,10 +308,11 @@ Sums block_sums(const T* x, int64_t n, T rate) {
 }
 
 template <typename T>
-Sums segment_sums(const Rows& x, int64_t row, int64_t begin, int64_t end, T rate, bool mean, bool total) {
+Sums segment_sums(const Rows& x, int64_t row, int64_t begin, int64_t end, T scale, bool mean, bool total) {
   alignas(64) T buffer[BLOCK<T>];
   Sums sums;
-  if (rate == 0) { // a row of zeros, whatever x is
+  sums.rate = std::abs(scale);
+  if (scale == 0) { // a row of zeros, whatever x is
     sums.top = 0;
     sums.mass = sums.count = static_cast<double>(end - begin);
     return sums;
@@ -319,34 +322,34 @@ Sums segment_sums(const Rows& x, int64_t row, int64_t begin, int64_t end, T rate
     const int64_t n = std::min(BLOCK<T>, end - column);
     const char* data = x.at(row, column);
     if (!x.direct<T>()) load(x, data, n, buffer);
-    sums.add(block(x.direct<T>() ? reinterpret_cast<const T*>(data) : buffer, n, rate));
+    sums.add(block(x.direct<T>() ? reinterpret_cast<const T*>(data) : buffer, n, scale));
   }
   return sums;
 }
 
-// Of a row with NaN or +inf: which of the two.
+// Of a row with NaN or +inf once it is scaled: which of the two.
 template <typename T>
-T maximum_of_bad_row(const Rows& x, int64_t row, int64_t vocab, T rate) {
+T top_of_bad_row(const Rows& x, int64_t row, int64_t vocab, T scale) {
   T buffer[BLOCK<T>];
   for (int64_t column = 0; column < vocab; column += BLOCK<T>) {
     const int64_t n = std::min(BLOCK<T>, vocab - column);
     load(x, x.at(row, column), n, buffer);
     for (int64_t i = 0; i < n; ++i)
-      if (std::isnan(buffer[i] * rate)) return NaN<T>;
+      if (std::isnan(buffer[i] * scale)) return NaN<T>;
   }
   return INF<T>;
 }
 
 template <typename T>
 struct Stats {
-  T *top, *log_sum, *mean, *total; // [N] each
+  T *peak, *log_sum, *mean, *total; // [N] each
   bool with_mean, with_total; // NaN otherwise
 };
 
 template <typename T>
-void finish(const Sums& sums, int64_t row, const Stats<T>& out) {
+void finish(const Sums& sums, int64_t row, bool flipped, const Stats<T>& out) {
   const bool bad = std::isnan(sums.mass), empty = !bad && sums.top == -INF<double>;
-  out.top[row] = static_cast<T>(sums.top);
+  out.peak[row] = static_cast<T>(flipped ? -sums.top : sums.top);
   out.log_sum[row] = bad ? NaN<T> : empty ? -INF<T> : static_cast<T>(std::log(sums.mass));
   out.mean[row] = bad || empty || !out.with_mean ? NaN<T> : static_cast<T>(sums.first / sums.mass);
   out.total[row] = bad || empty || !out.with_total ? NaN<T> : static_cast<T>(sums.spread);
@@ -356,16 +359,16 @@ template <typename T>
 void row_stats_of(const Rows& x, int64_t rows, int64_t vocab, const T* scale, T factor, const Stats<T>& out) {
   const int64_t parts = at::divup(vocab, SEGMENT);
   std::vector<Sums> found(rows * parts);
-  const auto rate = [&](int64_t row) { return scale ? scale[row] : factor; };
+  const auto scale_of = [&](int64_t row) { return scale ? scale[row] : factor; };
   for_each_segment(rows, vocab, [&](int64_t row, int64_t begin, int64_t end) {
     found[row * parts + begin / SEGMENT] =
-        segment_sums<T>(x, row, begin, end, rate(row), out.with_mean, out.with_total);
+        segment_sums<T>(x, row, begin, end, scale_of(row), out.with_mean, out.with_total);
   });
   for (int64_t row = 0; row < rows; ++row) {
     Sums sums = found[row * parts];
     for (int64_t part = 1; part < parts; ++part) sums.add(found[row * parts + part]);
-    if (std::isnan(sums.mass)) sums.top = maximum_of_bad_row<T>(x, row, vocab, rate(row));
-    finish(sums, row, out);
+    if (std::isnan(sums.mass)) sums.top = top_of_bad_row<T>(x, row, vocab, scale_of(row));
+    finish(sums, row, scale_of(row) < 0, out);
   }
 }
 
@@ -399,13 +402,12 @@ struct Coefficients {
   }
 };
 
-// exp(z - shift) (a + b z), z = scale x - center; 0 where z is -inf, unless the shift says that there is no softmax.
+// exp(z - shift) (a + b z), z = scale (x - center); 0 where z is -inf, unless the shift says that there is no softmax.
 // x is not looked at where the scale is 0, nor anything where a and b are.
 template <typename T>
 Vec<T> term_value(Vec<T> x, const Term<T>& term) {
   if (term.a == 0 && term.b == 0) return Vec<T>(0);
-  const Vec<T> y = term.scale == 0 ? Vec<T>(0) : x * Vec<T>(term.scale);
-  const Vec<T> z = y - Vec<T>(term.center); // rounded as in row_stats: p of the largest is right
+  const Vec<T> z = term.scale == 0 ? Vec<T>(0) : (x - Vec<T>(term.center)) * Vec<T>(term.scale);
   const Vec<T> e = exponential(at::vec::clamp(z - Vec<T>(term.shift), Vec<T>(LOW<T>), Vec<T>(HIGH<T>)));
   const Vec<T> value = e * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
   return std::isnan(term.shift) ? value : Vec<T>::blendv(value, Vec<T>(0), z == Vec<T>(-INF<T>));
@@ -427,7 +429,7 @@ void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
   const Vec<T> f(of.affine[0]), center(of.affine[1]), e(of.affine[2]);
   const bool linear = of.affine[0] != 0;
   const auto value = [&](Vec<T> v) {
-    Vec<T> sum = linear ? f * v - center + e : e;
+    Vec<T> sum = linear ? f * (v - center) + e : e;
     for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
       sum = sum + (SOFTMAX ? softmax_value(v, of.terms[k]) : term_value(v, of.terms[k]));
     return sum;
@@ -503,14 +505,14 @@ static int64_t rows_of(int64_t dims, const int64_t* sizes) {
 extern "C" void slime_row_stats(
     void* x, int64_t type, int64_t dims, const int64_t* shape, // [..., V], read only
     const void* scale, double factor, // [N], or null for `factor`
-    void* top, void* log_sum, void* mean, void* total, // [N], written
+    void* peak, void* log_sum, void* mean, void* total, // [N], written
     int64_t with_mean, int64_t with_total) {
   const Rows view(x, type, dims, shape, shape + dims);
   const int64_t rows = rows_of(dims, shape), vocab = shape[dims - 1];
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const auto as = [](void* p) { return static_cast<T*>(p); };
-    const Stats<T> out{as(top), as(log_sum), as(mean), as(total), with_mean != 0, with_total != 0};
+    const Stats<T> out{as(peak), as(log_sum), as(mean), as(total), with_mean != 0, with_total != 0};
     row_stats_of<T>(view, rows, vocab, static_cast<const T*>(scale), static_cast<T>(factor), out);
   };
   type == DOUBLE ? run(double()) : run(float());

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime_compile.ops import linear_chunks
 from slime_compile.ops.operators import kernels_of, register
-from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.reference import AFFINE, TERM, compute_dtype
 from slime_compile.ops.regions import on_call
 from slime_compile.ops.row_program import compiled
 from slime_compile.torch_private import torch_check
@@ -168,8 +168,8 @@ def _check_grad(
 ) -> None:
     _check_head(hidden, weight, bias)
     rows, compute = hidden.shape[0], compute_dtype(capped or hidden.dtype)
-    _check_shape("terms", terms, (rows, "K", 5))
-    _check_shape("affine", affine, (rows, 3))
+    _check_shape("terms", terms, (rows, "K", TERM))
+    _check_shape("affine", affine, (rows, AFFINE))
     _check_index("index", index, hidden)
     _check_shape("values", values, (rows, index.shape[1]))
     for name, value in (("terms", terms), ("affine", affine), ("values", values)):

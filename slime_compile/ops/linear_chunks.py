@@ -164,8 +164,9 @@ def _capped(head: Head, coefficients: Coefficients) -> Coefficients:
         return coefficients
     terms, affine, index, values = coefficients
     rate = 1 / head.softcap.value
-    factors = torch.cat([terms[..., :3], terms[..., 3:] * rate], -1)
-    return factors, affine * rate, index, values * rate
+    factors = torch.cat([terms[..., :-2], terms[..., -2:] * rate], -1)
+    f, center, e = affine.unbind(-1)
+    return factors, torch.stack([f * rate, center, e * rate], -1), index, values * rate
 
 
 # ---- forward ------------------------------------------------------------------------------------------------------

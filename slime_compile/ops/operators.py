@@ -40,7 +40,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _library.define(
     "row_stats(Tensor x, Tensor? scale, float factor, str region, *, bool mean=True, bool total=True)"
-    " -> (Tensor max, Tensor log_sum, Tensor mean, Tensor total)",
+    " -> (Tensor peak, Tensor log_sum, Tensor mean, Tensor total)",
     tags=_TAGS,
 )
 _library.define(

@@ -8,7 +8,19 @@ are written to be read, work in every floating dtype, and keep several [N, V] te
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "empty_rows", "row_grad", "row_grad_", "row_stats", "scaled"]
+__all__ = [
+    "AFFINE",
+    "TERM",
+    "compute_dtype",
+    "empty_rows",
+    "row_grad",
+    "row_grad_",
+    "row_stats",
+    "scaled",
+]
+
+TERM = 5  # scale, center, shift, a, b
+AFFINE = 3  # f, center, e
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,7 +31,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_stats(
     x: Tensor, scale: Tensor | None, factor: float, mean: bool = True, total: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics of each row of `y = factor * scale * x`.
+    """Statistics of each row of `y = factor * scale * x`, around the x where y is largest.
 
     Args:
         x: [..., V], any floating dtype.
@@ -29,19 +41,21 @@ def row_stats(
         total: the same of `total`.
 
     Returns:
-        `max`, `log_sum`, `mean`, `total`, each [..., 1] in the compute dtype.
+        `peak`, `log_sum`, `mean`, `total`, each [..., 1] in the compute dtype.
     """
     compute = compute_dtype(x.dtype)
-    y = scaled(x.to(compute), factor if scale is None else scale.to(compute) * factor)
-    top = y.amax(-1, keepdim=True)
-    d = y - top  # NaN in a row with +inf, with NaN, or with nothing but -inf
+    x = x.to(compute)
+    rate = x.new_full([], factor) if scale is None else scale.to(compute) * factor
+    peak = torch.where(rate < 0, x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
+    peak = peak.masked_fill(rate == 0, 0.0)
+    d = scaled(x - peak, rate)  # NaN in a row with +inf, with NaN, or with nothing but -inf
     p = d.exp()
     sum_exp = p.sum(-1, keepdim=True)
     sum_exp_d = torch.where(d == -torch.inf, 0.0, p * d).sum(-1, keepdim=True)
-    log_sum = torch.where(top == -torch.inf, -torch.inf, sum_exp.log())
-    unread = torch.full_like(top, torch.nan)
+    log_sum = torch.where(rate * peak == -torch.inf, -torch.inf, sum_exp.log())
+    unread = torch.full_like(peak, torch.nan)
     return (
-        top,
+        peak,
         log_sum,
         sum_exp_d / sum_exp if mean else unread,
         d.sum(-1, keepdim=True) if total else unread.clone(),
@@ -73,7 +87,7 @@ def row_grad(
     """
     x = x.to(compute_dtype(x.dtype))
     f, center, e = affine.unsqueeze(-2).unbind(-1)
-    out = torch.where(f == 0, e, f * x - center + e)
+    out = torch.where(f == 0, e, f * (x - center) + e)
     for term in terms.unbind(-2):
         out = out + _exponential_term(x, term, softmax)
     column = torch.arange(x.shape[-1], device=x.device)
@@ -88,20 +102,19 @@ def _exponential_term(x: Tensor, term: Tensor, softmax: bool) -> Tensor:
     unread = (a == 0) & (b == 0)
     if softmax:
         return torch.where(unread | (x == 0), 0.0, x * (a + b * (x.log() + shift)))
-    z = scaled(x, scale) - center
+    z = scaled(x - center, scale)
     null = (z == -torch.inf) & ~shift.isnan()  # a row with +inf has no softmax
     return torch.where(unread | null, 0.0, (z - shift).exp() * (a + b * z))
 
 
-def scaled(x: Tensor, scale: Tensor | float) -> Tensor:
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """scale * x; a row whose scale is 0 is a row of zeros, whatever x is there."""
-    y = x * scale
-    return torch.where(scale == 0, 0.0, y) if isinstance(scale, Tensor) else y
+    return torch.where(scale == 0, 0.0, x * scale)
 
 
 def empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:
     """[..., 1] bool: rows whose a, b, f, e and weights are all 0."""
-    factors = terms[..., 3:].flatten(-2), affine[..., ::2], weight
+    factors = terms[..., -2:].flatten(-2), affine[..., ::2], weight
     return (torch.cat(factors, -1) == 0).all(-1, keepdim=True)
 
 

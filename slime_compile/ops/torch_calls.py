@@ -38,8 +38,8 @@ def row_stats(
     rows = [*x.shape[:-1], 1]
     if scale is not None:
         scale = (scale.to(compute) * factor).expand(rows).reshape(-1, 1)
-    top, log_sum, mean_, total_ = (x.new_full(rows, torch.nan, dtype=compute) for _ in range(4))
-    stats = [stat.view(-1, 1) for stat in (top, log_sum, mean_, total_)]
+    peak, log_sum, mean_, total_ = (x.new_full(rows, torch.nan, dtype=compute) for _ in range(4))
+    stats = [stat.view(-1, 1) for stat in (peak, log_sum, mean_, total_)]
 
     def work(at: slice, part: Tensor, scratch: Tensor) -> None:
         d, p = scratch.unbind()
@@ -47,7 +47,7 @@ def row_stats(
         _chunk_stats(part, factors, d, p, [stat[at] for stat in stats], mean, total)
 
     _for_each_chunk(x, work, compute, 2)
-    return top, log_sum, mean_, total_
+    return peak, log_sum, mean_, total_
 
 
 def _chunk_stats(
@@ -60,10 +60,10 @@ def _chunk_stats(
     with_total: bool,
 ) -> None:
     # x [R, V] any dtype and strides, read only; d, p [R, V] scratch; stats 4 * [R, 1] written, the last two if wanted
-    top, log_sum, mean, total = stats
-    y = _scaled(x, scale, d)
-    torch.amax(y, -1, keepdim=True, out=top)
-    torch.sub(y, top, out=d)
+    peak, log_sum, mean, total = stats
+    y = _in_dtype_of(d, x)
+    _write_peak(y, scale, peak)
+    _scale(torch.sub(y, peak, out=d), scale)
     if with_total:
         torch.sum(d, -1, keepdim=True, out=total)
     torch.exp(d, out=p)
@@ -74,7 +74,20 @@ def _chunk_stats(
             # perhaps 0 * -inf: an element without probability has no share in the mean
             torch.sum(p.masked_fill_(d == -torch.inf, 0.0), -1, keepdim=True, out=mean)
         mean.div_(sum_exp)
-    torch.log(sum_exp, out=log_sum).masked_fill_(top == -torch.inf, -torch.inf)
+    torch.log(sum_exp, out=log_sum).masked_fill_(peak * scale == -torch.inf, -torch.inf)
+
+
+def _write_peak(y: Tensor, scale: Tensor | float, peak: Tensor) -> None:
+    """The element that is largest once it is scaled."""
+    if not isinstance(scale, Tensor):
+        (torch.amin if scale < 0 else torch.amax)(y, -1, keepdim=True, out=peak)
+        if scale == 0:
+            peak.zero_()
+        return
+    torch.amax(y, -1, keepdim=True, out=peak)
+    if (scale < 0).any():
+        peak.copy_(torch.where(scale < 0, y.amin(-1, keepdim=True), peak))
+    peak.masked_fill_(scale == 0, 0.0)
 
 
 def write_grad(
@@ -142,7 +155,7 @@ def _chunk_term(x: Tensor, term: Tensor, softmax: bool, z: Tensor, out: Tensor) 
     if softmax:
         torch.log(out.copy_(x), out=z).add_(shift)
     else:
-        torch.sub(_scaled(x, scale, z), center, out=z)
+        _scale(torch.sub(_in_dtype_of(z, x), center, out=z), scale)
         torch.sub(z, shift, out=out).exp_()
     masked = None
     if not z.amin() > -torch.inf:  # -inf, or NaN, which hides it
@@ -158,26 +171,28 @@ def _chunk_term(x: Tensor, term: Tensor, softmax: bool, z: Tensor, out: Tensor) 
 def _add_affine(x: Tensor, affine: Tensor, z: Tensor, out: Tensor) -> None:
     f, center, e = affine.unsqueeze(1).unbind(2)
     if f.any():
-        z.copy_(x).mul_(f).sub_(center).add_(e)
+        z.copy_(x).sub_(center).mul_(f).add_(e)
         out.add_(torch.where(f == 0, e, z))
     elif e.any():
         out.add_(e)
 
 
-def _scaled(x: Tensor, scale: Tensor | float, buffer: Tensor) -> Tensor:
-    """scale * x in buffer's dtype: x itself where that is the same, else written to buffer."""
-    one = bool((scale == 1).all()) if isinstance(scale, Tensor) else scale == 1
-    if x.dtype == buffer.dtype and x.stride(1) == 1:
-        if one:
-            return x
-        torch.mul(x, scale, out=buffer)
-    else:
-        buffer.copy_(x)
-        if not one:
-            buffer.mul_(scale)
-    if isinstance(scale, Tensor) and not scale.all():
-        buffer.masked_fill_(scale == 0, 0.0)  # whatever x is there
-    return buffer
+def _in_dtype_of(buffer: Tensor, x: Tensor) -> Tensor:
+    """x itself where that is its dtype, else a copy in the buffer."""
+    return x if x.dtype == buffer.dtype and x.stride(1) == 1 else buffer.copy_(x)
+
+
+def _scale(d: Tensor, scale: Tensor | float) -> None:
+    """d *= scale; zeros where the scale is 0, whatever d is there."""
+    if isinstance(scale, Tensor):
+        if (scale != 1).any():
+            d.mul_(scale)
+        if not scale.all():
+            d.masked_fill_(scale == 0, 0.0)
+    elif scale == 0:
+        d.zero_()
+    elif scale != 1:
+        d.mul_(scale)
 
 
 def _flat(value: Tensor, lead: int) -> Tensor:

@@ -206,23 +206,19 @@ def _merge(peak, mass, first, spread, count, rate, MEAN: tl.constexpr, TOTAL: tl
 
 @triton.jit
 def _store_stats(
-    row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, count, rate,
+    row, peak_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, flip, rate,
     MEAN: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """Writes the four outputs of one row, NaN to those that were not asked for."""
     nan = float("nan")
-    peak = rate * top
-    empty = peak == -float("inf")
-    bad = (mass != mass) | (spread != spread) | (peak != peak) | (peak == float("inf"))
-    # the maximum is given rounded, the sums are relative to the exact one
-    slip = tl.where(empty, 0.0, tl.fma(rate, top, -peak))
-    log_sum = tl.where(empty, -float("inf"), tl.log(mass) + slip)
-    mean = rate * (first / mass) + slip
-    total = rate * spread + count * slip
-    tl.store(max_ptr + row, tl.where(bad, nan, peak))
+    largest = rate * top
+    empty = largest == -float("inf")
+    bad = (mass != mass) | (spread != spread) | (largest != largest) | (largest == float("inf"))
+    log_sum = tl.where(empty, -float("inf"), tl.log(mass))
+    tl.store(peak_ptr + row, tl.where(bad, nan, tl.where(flip, -top, top)))
     tl.store(log_sum_ptr + row, tl.where(bad, nan, log_sum))
-    tl.store(mean_ptr + row, tl.where(bad | empty, nan, mean) if MEAN else nan)
-    tl.store(total_ptr + row, tl.where(bad | empty, nan, total) if TOTAL else nan)
+    tl.store(mean_ptr + row, tl.where(bad | empty, nan, rate * (first / mass)) if MEAN else nan)
+    tl.store(total_ptr + row, tl.where(bad | empty, nan, rate * spread) if TOTAL else nan)
 
 
 @triton.jit
@@ -244,7 +240,7 @@ def _load_scale(scale_ptr, row, scale_stride, scaled, factor):
 
 
 ROW_STATS_ARGUMENTS = [
-    "x_ptr", "scale_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "total_ptr", "parts_ptr",
+    "x_ptr", "scale_ptr", "peak_ptr", "log_sum_ptr", "mean_ptr", "total_ptr", "parts_ptr",
     "factor", "scale_stride", "scaled", "rows", "vocab", "inner", "outer_stride", "inner_stride", "stride", "parts",
 ]  # fmt: skip
 
@@ -253,7 +249,7 @@ ROW_STATS_ARGUMENTS = [
 def row_stats_kernel(
     x_ptr,  # [N, V] bf16, fp16 or fp32, read only
     scale_ptr,  # [N] fp32, read only, anything where scaled is 0
-    max_ptr,  # [N] fp32, this and the next three written where parts is 1
+    peak_ptr,  # [N] fp32, this and the next three written where parts is 1
     log_sum_ptr,
     mean_ptr,
     total_ptr,
@@ -313,7 +309,7 @@ def row_stats_kernel(
     peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate, MEAN, TOTAL)
     if parts == 1:
         _store_stats(
-            row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate,
+            row, peak_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, flip, rate,
             MEAN, TOTAL,
         )  # fmt: skip
     else:
@@ -325,7 +321,7 @@ def row_stats_kernel(
 
 
 MERGE_PARTS_ARGUMENTS = [
-    "parts_ptr", "scale_ptr", "max_ptr", "log_sum_ptr", "mean_ptr", "total_ptr",
+    "parts_ptr", "scale_ptr", "peak_ptr", "log_sum_ptr", "mean_ptr", "total_ptr",
     "factor", "scale_stride", "scaled", "rows", "parts",
 ]  # fmt: skip
 
@@ -334,7 +330,7 @@ MERGE_PARTS_ARGUMENTS = [
 def merge_parts_kernel(
     parts_ptr,  # [5, N, parts] fp32, read only
     scale_ptr,  # [N] fp32, read only, anything where scaled is 0
-    max_ptr,  # [N] fp32, this and the next three written
+    peak_ptr,  # [N] fp32, this and the next three written
     log_sum_ptr,
     mean_ptr,
     total_ptr,
@@ -348,7 +344,8 @@ def merge_parts_kernel(
     TOTAL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    rate = tl.abs(_load_scale(scale_ptr, row, scale_stride, scaled, factor))
+    scale = _load_scale(scale_ptr, row, scale_stride, scaled, factor)
+    flip, rate = scale < 0.0, tl.abs(scale)
     part = tl.arange(0, PARTS)
     present = part < parts
     slot = parts_ptr + row.to(tl.int64) * parts + part
@@ -359,7 +356,7 @@ def merge_parts_kernel(
     count = tl.load(slot + rows * parts * 4, mask=present, other=0.0)
     peak, mass, first, spread, count = _merge(peak, mass, first, spread, count, rate, MEAN, TOTAL)
     _store_stats(
-        row, max_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, count, rate,
+        row, peak_ptr, log_sum_ptr, mean_ptr, total_ptr, peak, mass, first, spread, flip, rate,
         MEAN, TOTAL,
     )  # fmt: skip
 
@@ -423,7 +420,7 @@ def _exponential_term(x, scale, center, shift, a, b, SOFTMAX: tl.constexpr):
         z = tl.log(x) + shift
         value = tl.where(x == 0.0, 0.0, x * (a + b * z))
     else:
-        z = tl.where(scale == 0.0, 0.0, scale * x) - center
+        z = tl.where(scale == 0.0, 0.0, scale * (x - center))
         value = tl.exp2((z - shift) * LOG2E) * (a + b * z)
         null = shift * 0.0 - float("inf")  # NaN, which no z is, where there is no softmax
         value = tl.where(z == null, 0.0, value)
@@ -444,7 +441,7 @@ def _value(
             terms[5 * k + 4], SOFTMAX,
         )  # fmt: skip
     if f != 0.0:
-        value += f * x - center
+        value += f * (x - center)
     for k in tl.static_range(M):
         if (columns[k] >= low) & (columns[k] < high):
             value += tl.where(column == columns[k], weights[k], 0.0)

@@ -154,10 +154,9 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         stats, picked = linear_row_stats(
             hidden, weight, bias, [scale], [1.0], [True], [False], at, _DEFAULT_CHUNK, ""
         )
-        picked = picked.to(scale.dtype) * scale
-        whole = RowStatistics.of_shard(stats[0, :3].unbind(0), picked, found, group)
+        whole = RowStatistics.of_shard(scale, stats[0, :3].unbind(0), picked, found, group)
         ctx.save_for_backward(
-            hidden, weight, bias, column, scale, whole.top, whole.log_sum, whole.mean
+            hidden, weight, bias, column, scale, whole.peak, whole.log_sum, whole.mean
         )
         ctx.set_materialize_grads(False)
         ctx.group = group if sum_hidden_grad else None

@@ -101,9 +101,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         found, at = inside(column, logits.shape[-1])
         *stats, _ = row_stats(logits, scale, 1.0, "", total=False)
-        picked = logits.gather(-1, at).to(scale.dtype) * scale
-        whole = RowStatistics.of_shard(stats, picked, found, group)
-        ctx.save_for_backward(logits, column, scale, whole.top, whole.log_sum, whole.mean)
+        picked = logits.gather(-1, at)
+        whole = RowStatistics.of_shard(scale, stats, picked, found, group)
+        ctx.save_for_backward(logits, column, scale, whole.peak, whole.log_sum, whole.mean)
         ctx.set_materialize_grads(False)
         return whole.outputs(ctx, with_entropy, entropy_grad)
 

@@ -2,10 +2,11 @@
 
 With y = logits / temperature, p = softmax(y) and H the entropy of p:
 
-    log p_t = (y_t - max) - log_sum         d log p_t / dy = onehot(t) - p
-    H       = log_sum - mean                d H / dy       = -p * (log p + H) = -p * ((y - max) - mean)
+    log p_t = (y_t - peak / temperature) - log_sum     d log p_t / dy = onehot(t) - p
+    H       = log_sum - mean                           d H / dy       = -p * (log p + H) = -p * (z - mean)
 
-(max, log_sum, mean: `slime_fused::row_stats`, docs/ops.md.) No temperature gradient, no double backward.
+with z = (logits - peak) / temperature. (peak, the largest logit, log_sum, mean: `slime_fused::row_stats`, docs/ops.md.)
+No temperature gradient, no double backward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slime_compile.ops.reference import AFFINE
 
 __all__ = [
     "Coefficients",
@@ -106,9 +109,10 @@ def inside(column: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Of the whole vocabulary, each [..., 1] in the compute dtype; `target_logit` is scaled."""
+    """Of the whole vocabulary, each [..., 1] in the compute dtype; `scale` is 1 / temperature."""
 
-    top: Tensor
+    scale: Tensor
+    peak: Tensor
     log_sum: Tensor
     mean: Tensor
     target_logit: Tensor
@@ -116,22 +120,23 @@ class RowStatistics:
     @classmethod
     def of_shard(
         cls,
+        scale: Tensor,
         stats: Sequence[Tensor],
         picked: Tensor,
         found: Tensor,
         group: dist.ProcessGroup | None,
     ) -> RowStatistics:
-        """From (max, log_sum, mean) of this shard and the scaled logit at each target that it has (`found`)."""
+        """From (peak, log_sum, mean) of this shard and the logit at each target that it has (`found`)."""
         absent = torch.nan if group is None else -torch.inf
-        of_shard = torch.stack([*stats, picked.where(found, absent)])
+        of_shard = torch.stack([*stats, picked.to(scale.dtype).where(found, absent)])
         if group is None:
-            return cls(*of_shard)
-        return cls(*_combine(_all_gather(of_shard, group)))
+            return cls(scale, *of_shard)
+        return cls(scale, *_combine(_all_gather(of_shard, group), scale))
 
     @property
     def log_probs(self) -> Tensor:
         """[...]"""
-        return ((self.target_logit - self.top) - self.log_sum).squeeze(-1)
+        return (self.scale * (self.target_logit - self.peak) - self.log_sum).squeeze(-1)
 
     @property
     def entropy(self) -> Tensor:
@@ -158,15 +163,15 @@ def _all_gather(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered.view(ranks, *stats.shape)
 
 
-def _combine(shards: Tensor) -> Tensor:
-    """The whole vocabulary's (max, log_sum, mean, target logit) [4, ...] from the shards' [ranks, 4, ...]."""
-    tops, log_sums, means, target_logits = shards.unbind(1)
-    top = tops.amax(0)
-    offset = tops - top
+def _combine(shards: Tensor, scale: Tensor) -> Tensor:
+    """The whole vocabulary's (peak, log_sum, mean, target logit) [4, ...] from the shards' [ranks, 4, ...]."""
+    peaks, log_sums, means, target_logits = shards.unbind(1)
+    peak = peaks.amax(0)
+    offset = scale * (peaks - peak)
     mass = (offset + log_sums).exp()  # of each shard, 0 where it holds nothing but -inf
     sum_exp = mass.sum(0)
     mean = torch.where(mass == 0, 0.0, mass * (means + offset)).sum(0) / sum_exp
-    return torch.stack([top, sum_exp.log(), mean, target_logits.amax(0)])
+    return torch.stack([peak, sum_exp.log(), mean, target_logits.amax(0)])
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------
@@ -188,15 +193,15 @@ class Coefficients:
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Coefficients:
-        """scale * (grad_log_probs * (onehot - p) - grad_entropy * p * (z - mean)) with z = scale * logits - max.
+        """scale * (grad_log_probs * (onehot - p) - grad_entropy * p * (z - mean)) with z = scale * (logits - peak).
 
-        `statistics` are max, log_sum and mean of the whole vocabulary.
+        `statistics` are peak, log_sum and mean of the whole vocabulary.
         """
-        top, log_sum, mean = statistics
-        none = torch.zeros_like(top)
+        peak, log_sum, mean = statistics
+        none = torch.zeros_like(peak)
         weight = none if grad_log_probs is None else scale * grad_log_probs.unsqueeze(-1)
         slope = none if grad_entropy is None else -scale * grad_entropy.unsqueeze(-1)
         # A masked row stays empty even if its mean is NaN.
         offset = torch.where(slope == 0, 0.0, -slope * mean) - weight
-        terms = torch.stack([scale, top, log_sum, offset, slope], -1)
-        return cls(terms, none.expand(*none.shape[:-1], 3), weight)
+        terms = torch.stack([scale, peak, log_sum, offset, slope], -1)
+        return cls(terms, none.expand(*none.shape[:-1], AFFINE), weight)

@@ -103,7 +103,7 @@ def _runs_in_eager(judge: Judge, program: Program) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            judge.eager(program.function(), program.spec)
+            judge.eager(program.function(), program)
     except Exception:  # whatever eager code refuses
         return False
     return True

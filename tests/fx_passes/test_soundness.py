@@ -592,6 +592,60 @@ def probabilities_times_zero(x: Tensor) -> Tensor:
     return (x.softmax(-1) * 0.0).sum(-1) + x[:, 3]
 
 
+@program("precision", lambda: (logits(offset=1000),))
+def squares_of_log_probs(x: Tensor) -> Tensor:
+    """The gradient is a number per row times the log-prob, plus softmaxes."""
+    return x.log_softmax(-1).square().mean(-1)
+
+
+@program("precision", lambda: (logits(offset=1000), some().float() + 0.3, tokens()))
+def log_probs_over_a_temperature(x: Tensor, temperature: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1) / temperature[:, None]
+    return log_p.gather(-1, target[:, None])[:, 0] + log_p.softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000), some().float() * 0.37 + 0.3, logits(seed=3)))
+def shards_over_a_temperature(x: Tensor, temperature: Tensor, weight: Tensor) -> Tensor:
+    """The maximum of all shards is no statistic of this one's."""
+    y = x / temperature[:, None]
+    top = torch.maximum(y.amax(-1), y.detach()[:, 0].sin() + 1010 / temperature)
+    exponentials = (y - top[:, None]).exp()
+    return (exponentials / (exponentials.sum(-1) + 0.5)[:, None] * weight).sum(-1)
+
+
+@program("zero factor", lambda: (logits(), some().float(), tokens(), logits(seed=3)))
+def log_probs_of_shards_times_zero(x: Tensor, scale: Tensor, target: Tensor, w: Tensor) -> Tensor:
+    y = x * scale[:, None]
+    top = torch.maximum(y.amax(-1), scale + 3)
+    log_p = y - top[:, None] - (y - top[:, None]).exp().sum(-1, keepdim=True).log()
+    return (log_p.exp() * w).sum(-1) + log_p.gather(-1, target[:, None])[:, 0]
+
+
+@program("precision", lambda: (logits(seed=7), 0.01 + 0.1 * some().float(), tokens()))
+def probabilities_of_large_logits(x: Tensor, temperature: Tensor, target: Tensor) -> Tensor:
+    return (x.expm1() / temperature[:, None]).softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000),))
+def log_probs_without_their_mean(x: Tensor) -> Tensor:
+    """What is reduced from a rounded value cancels its rounding."""
+    log_p = x - x.logsumexp(-1, keepdim=True)
+    return (log_p - log_p.mean(-1, keepdim=True))[:, -1:]
+
+
+@program("precision", lambda: (with_values(logits(), r0c3=LOWEST, r3c0=LOWEST), some()))
+def divergence_of_shifted_logits(x: Tensor, keep: Tensor) -> Tensor:
+    """Far below, the shift swallows the logits in eager code."""
+    kept = x * keep[:, None]
+    shifted = (x - x.mean(-1, True)).log_softmax(-1).log_softmax(-1)
+    return (kept.softmax(-1) * (kept.log_softmax(-1) - shifted)).sum(-1)
+
+
+@program("overflow", lambda: (logits(offset=1000),))
+def exponentials_times_their_logits(x: Tensor) -> Tensor:
+    return (x.exp() * x).sum(-1)
+
+
 @program("long", lambda: (logits(),))
 def a_long_chain_of_row_operations(x: Tensor) -> Tensor:
     row = x.logsumexp(-1)
@@ -635,12 +689,16 @@ def test_right_or_refused(case: Program) -> None:
 
 def test_verify_would_have_seen_a_row_without_its_center(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose factor is zero are among the data of verify=True: the fault of the first class, put back."""
-    from fx_passes.walk.gradient import _Packer
+    from fx_passes.algebra.poly import Poly
+    from fx_passes.walk import gradient
+    from fx_passes.walk.near import Near
     from slime_compile import reports
 
-    monkeypatch.setattr(
-        _Packer, "_constant_part", lambda self, e, f, center: self._cell(e + center)
-    )
+    def center_of_every_row(c: Any, form: Any) -> Near:
+        e, f = (c.rows.emit_node(poly, torch.float32, form.x) for poly in (-form.e, form.f))
+        return Near(Poly.atom(c.emitter.call(torch.ops.aten.div.Tensor, e, f)), -form.e)
+
+    monkeypatch.setattr(gradient, "affine_center", center_of_every_row)
     torch._dynamo.reset()
     x, target, keep = logits(), tokens(), some().float()
     options = {**harness.OPTIONS, "verify": True}

@@ -18,7 +18,13 @@ BETWEEN = {
 
 
 def compare(
-    got: Tensor, plain: Tensor, true: Tensor, usual: float, allowed: Tensor, lost: Tensor
+    got: Tensor,
+    plain: Tensor,
+    true: Tensor,
+    usual: float,
+    allowed: Tensor,
+    lost: Tensor,
+    precision: torch.dtype | None = None,
 ) -> str:
     """The first difference that counts, or nothing.
 
@@ -29,11 +35,13 @@ def compare(
         usual: eager's largest error in any draw of this tensor; it counts where the magnitudes are alike.
         allowed: where a number may be finite that is not in eager code, and anything where that is NaN.
         lost: where NaN is as good.
+        precision: the coarsest dtype that the program computes in, if that is not its results'.
     """
     if not got.dtype.is_floating_point:
         same = got == plain
         return "" if same.all() else f"{got[~same][0]} where eager has {plain[~same][0]}"
     rounded = true.to(got.dtype).double()  # what the truth is in this dtype
+    eps = max(torch.finfo(each).eps for each in (got.dtype, precision or got.dtype))
     dtype, got, plain, true = got.dtype, got.double(), plain.double(), true.double()
     fine = _alike(got, plain) | _alike(got, rounded)
     fine |= (got.isfinite() & ~plain.isfinite() | plain.isnan()) & allowed
@@ -45,11 +53,15 @@ def compare(
         return (
             f"{got[~fine][0]} where eager has {plain[~fine][0]} and the truth is {true[~fine][0]}"
         )
+    true = true.where(
+        ~(plain.isnan() & rounded.isinf()), torch.nan
+    )  # nobody can say it in this dtype
     rows = [t.reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (got, plain, true)]
     finite = true[true.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     return next(
-        filter(None, (_row(*row, usual, largest, dtype) for row in zip(*rows, strict=True))), ""
+        filter(None, (_row(*row, usual, largest, dtype, eps) for row in zip(*rows, strict=True))),
+        "",
     )
 
 
@@ -59,7 +71,13 @@ def _alike(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row(
-    got: Tensor, plain: Tensor, true: Tensor, usual: float, largest: float, dtype: torch.dtype
+    got: Tensor,
+    plain: Tensor,
+    true: Tensor,
+    usual: float,
+    largest: float,
+    dtype: torch.dtype,
+    eps: float,
 ) -> str:
     both = got.isfinite() & true.isfinite()
     if not both.any():
@@ -67,9 +85,9 @@ def _row(
     known = both & plain.isfinite()
     own = float((plain - true)[known].abs().max()) if known.any() else 0.0
     magnitude = float(true[both].abs().max())
-    info = torch.finfo(dtype)
+    between = min(largest or torch.inf, BETWEEN[dtype.itemsize])  # zeros alone tell no size
     budget = FACTOR * max(own, usual if magnitude >= 1e-3 * largest else 0.0)
-    budget += info.eps * (8 * magnitude + FACTOR * max(1.0, min(largest, BETWEEN[dtype.itemsize])))
+    budget += eps * (8 * magnitude + FACTOR * max(1.0, between))
     error = (got - true)[both].abs()
     worst = int(error.argmax())
     if error[worst] <= budget:

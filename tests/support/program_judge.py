@@ -10,7 +10,8 @@ larger than the dtype, may be finite. A row that is multiplied with nothing but 
 its other uses, where eager code has NaN for it; which rows those are is not known here, so that a NaN has to stay in
 outputs and not in gradients. A row with +inf, or with the negative of -inf, has no softmax: where eager code has an
 infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/ops.md); where a part of its gradient is
-NaN, all of it may be; and what is not finite of it in eager code may be finite, as the softmax of the negative is.
+NaN, all of it may be; and what is not finite of it in eager code may be finite, as the softmax of the negative is. The
+same of rows that the program makes +inf (1 / 0), where it takes an exponential or a maximum of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import slime_compile
 from tests.support import harness
@@ -43,6 +45,10 @@ JUMPS = re.compile(  # what may answer otherwise when a number moves by one roun
     r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
     r"|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
 )
+
+_DTYPES = re.compile(r"\.(float32|float16|bfloat16|float|half)\b")
+aten = torch.ops.aten
+_OF_LOGITS = {aten.exp, aten.amax, aten.max, aten._softmax, aten._log_softmax, aten.logsumexp}
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,8 @@ class _Eager:
 
     Attributes:
         rows: the kinds of rows that may be in a draw.
+        makes_infinity: whether the program takes a softmax or a maximum of +inf.
+        precision: the coarsest dtype that its text names.
     """
 
     runs: list[_Run]
@@ -128,6 +136,8 @@ class _Eager:
     clean: list[_Run]
     errors: list[dict[str, float]]
     rows: frozenset[str]
+    makes_infinity: bool
+    precision: torch.dtype
 
     def difference(self, at: int, ours: _Run) -> str:
         """The first difference in draw `at` that is more than eager's own, or nothing."""
@@ -143,15 +153,31 @@ class _Eager:
             if "one +inf" in self.rows:
                 allowed |= ~eager.isfinite()
                 lost |= eager != clean  # it depends on such a row
-            if {"some -inf", "only -inf"} & self.rows:
+            if {"some -inf", "only -inf"} & self.rows or self.makes_infinity:
                 lost |= eager == torch.inf
             if name.startswith("gradients"):
                 allowed |= eager.isnan()
                 lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
-            found = compare(value, eager, true[name], usual, allowed, lost)
+            found = compare(value, eager, true[name], usual, allowed, lost, self.precision)
             if found:
                 return f"{name}: {found}"
         return ""
+
+
+class _Infinities(TorchDispatchMode):
+    """Whether what runs in a `with` block takes an exponential or a maximum of +inf."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _OF_LOGITS and (args[0] == torch.inf).any():
+            self.any = True
+        return func(*args, **kwargs or {})
+
+
+def _coarsest(source: str, dtype: torch.dtype) -> torch.dtype:
+    named = {getattr(torch, name) for name in _DTYPES.findall(source)}  # torch.float is float32
+    return max({dtype, *named}, key=lambda each: torch.finfo(each).eps)
 
 
 @dataclass(frozen=True)
@@ -183,7 +209,7 @@ class Judge:
     def _judge(self, program: Program) -> Verdict:
         fn = program.function()
         try:
-            eager = self.eager(fn, program.spec)
+            eager = self.eager(fn, program)
         except Exception as error:
             return Verdict("discarded", detail=_short(error))
         options = harness.OPTIONS | {"min_vocab": MIN_VOCAB, "inner": self.inner}
@@ -209,7 +235,8 @@ class Judge:
         dist.all_gather_object(kinds, kind)
         return next((each for each in kinds if each != "equal"), "equal")
 
-    def eager(self, fn: Callable[..., Any], spec: Spec) -> _Eager:
+    def eager(self, fn: Callable[..., Any], program: Program) -> _Eager:
+        spec = program.spec
         inputs = self.inputs(spec)
         truth = [self.true(fn, spec, each) for each in inputs]
         runs = [self.run(fn, each) for each in inputs]
@@ -217,7 +244,12 @@ class Judge:
         if NOT_A_NUMBER & set(spec.rows):
             rows = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
             clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=rows))[:DRAWS]]
-        return _Eager(runs, truth, clean, self.errors(fn, spec, runs, truth), frozenset(spec.rows))
+        with _Infinities() as seen:
+            for each in self.inputs(spec)[:DRAWS]:
+                self.run(fn, each)
+        errors = self.errors(fn, spec, runs, truth)
+        precision = _coarsest(program.source, getattr(torch, spec.dtype))
+        return _Eager(runs, truth, clean, errors, frozenset(spec.rows), seen.any, precision)
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]

@@ -1,0 +1,97 @@
+"""What logits are near to: taken away before they are scaled, so that a common offset costs no digits.
+
+Entry points: `near`, of an exponential; `affine_center`, of what is linear in the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fx_passes.algebra.forms import Form
+from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.walk.context import Context
+from fx_passes.walk.statistics import compute_dtype
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Near:
+    """What `scale x` is near to: `value`, which is `scale center`; it is taken away as `scale (x - center)`."""
+
+    center: Poly = ZERO
+    value: Poly = ZERO
+
+
+def affine_center(c: Context, form: Form) -> Near:
+    """What `f x` is near to, by the constant that is subtracted."""
+    return Near() if form.f.is_zero else near(c, form, form.f, -form.e)
+
+
+def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
+    """The peak of the rows, where the shift takes it away times the scale.
+
+    Where rows are put together from pieces, each piece has its own peak, at its own rows.
+    """
+    stats = c.statistics.known(form, scale)
+    parts = [Poly({monomial: factor}).over(scale) for monomial, factor in shift.terms.items()]
+    wanted = [
+        *([stats.peak] if stats else []),
+        *(part for part in parts if part is not None and _is_peak(c, part)),
+        *(Poly.atom(atom) for atom in shift.atoms() if c.rows.is_peak(atom)),
+    ]
+    found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
+    if not found:
+        return None
+    together = all(_is_placed(c, each) for each in found)
+    center = sum(found[1:], found[0]) if together else found[0]
+    return Near(center, scale * center)
+
+
+def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
+    """The peak of the rows where it is taken away, else what is subtracted first."""
+    found = _near_peak(c, form, scale, shift)
+    if found is not None:
+        return found
+    for monomial, factor in shift.terms.items():
+        if factor == 1.0 and monomial:
+            return _beside(c, form, Poly({monomial: 1.0}), scale)
+    return Near()
+
+
+def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
+    """For a scale of 1, `part` itself. Else the peak, and how far `part` is from it: the maximum of all shards, say."""
+    number, stats = scale.as_number(), c.statistics.known(form, scale)
+    if number is not None and math.frexp(abs(number))[0] == 0.5:
+        return Near(part * Poly.number(1 / number), part)
+    if stats is None or form.x is None:
+        return Near()
+    key = form.x, scale, part
+    if key not in c.beside_peaks:
+        call, dtype, x = c.emitter.call, compute_dtype(form.x), form.x
+        peak = c.rows.emit_node(stats.peak, dtype, x)
+        finite = call(aten.lt.Scalar, call(aten.abs.default, peak), math.inf)
+        center = Poly.atom(c.emitter.where(finite, peak, c.rows.emit_node(ZERO, dtype, x)))
+        distance = Poly.atom(c.rows.emit_node(center * scale, dtype, x)) - part
+        c.beside_peaks[key] = center, part + Poly.atom(c.rows.emit_node(distance, dtype, x))
+    return Near(*c.beside_peaks[key])
+
+
+def _has(whole: Poly, part: Poly) -> bool:
+    return bool(part.terms) and part.terms.items() <= whole.terms.items()
+
+
+def _is_peak(c: Context, poly: Poly) -> bool:
+    """The peak of some of the rows, and 0 in the others."""
+    single = poly.as_monomial()
+    if single is None or single[0] != 1.0:
+        return False
+    atoms = [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
+    return len(atoms) == 1 and c.rows.is_peak(atoms[0])
+
+
+def _is_placed(c: Context, poly: Poly) -> bool:
+    return any(atom in c.rows.zero_outside for atom in poly.atoms())
