@@ -12,16 +12,15 @@ Prints for each the peak of a step beyond parameters and optimizer, in MiB and a
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
+from measured import Run, compare
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -34,27 +33,22 @@ CHUNK_MIB = 8  # an eighth of the logits
 WAYS = ("as it is", "loss", "deferred", "arguments")
 
 
-@dataclass
-class Run(TrainerCallback):
-    """Losses of every step, and the largest peak of those after the first, which compiles."""
+class Steps(TrainerCallback):
+    """Measures each step of a Trainer."""
 
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    probe: Any = None
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        warm = state.global_step > 0
-        self.probe = slime_compile.memory_probe("step", enabled=warm, device="cpu", log=len)
-        self.probe.__enter__()
+        self.step = self.run.step()
+        self.step.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.probe.__exit__(None, None, None)
-        if self.probe.record is not None:
-            self.peak_bytes = max(self.peak_bytes, self.probe.record.peak_allocated)
+        self.step.__exit__(None, None, None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
+            self.run.losses.append(float(logs["loss"]))
 
 
 def model() -> LlamaForCausalLM:
@@ -73,7 +67,6 @@ def data(steps: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train(way: str, steps: int, inner: str) -> Run:
-    torch._dynamo.reset()
     run, llama = Run(), model()
     options = {"chunk_mib": CHUNK_MIB, "inner": inner}
     if way in ("loss", "deferred"):
@@ -92,24 +85,14 @@ def train(way: str, steps: int, inner: str) -> Run:
             folder, per_device_train_batch_size=BATCH, max_steps=steps, logging_steps=1, report_to=[],
             learning_rate=1e-2, optim="sgd", save_strategy="no", disable_tqdm=True, use_cpu=True, **more,
         )  # fmt: skip
-        trainer = Trainer(llama, arguments, train_dataset=data(steps), callbacks=[run])
+        trainer = Trainer(llama, arguments, train_dataset=data(steps), callbacks=[Steps(run)])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return run
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--inner", default="aot_eager", choices=("inductor", "aot_eager"))
-    given = parser.parse_args(argv)
-    runs = {}
-    for way in WAYS:
-        runs[way] = run = train(way, given.steps, given.inner)
-        told = f"{run.peak_bytes / 2**20:6.1f} MiB, {run.peak_bytes / LOGITS_BYTES:.2f} N"
-        print(f"{way:10} peak {told}, last loss {run.losses[-1]:.6f}")
-    print(slime_compile.reports()[-1])
-    return runs
+    return compare(WAYS, train, LOGITS_BYTES, argv)
 
 
 if __name__ == "__main__":

@@ -9,36 +9,26 @@ backward allocate, in MiB and as a multiple of the logits that neither of them h
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
 from datasets import Dataset
+from measured import Run, compare
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import slime_compile
 from slime_compile.integrations import trl as integration
 
 VOCAB, HIDDEN, BATCH, PROMPT, COMPLETION = 40960, 32, 8, 8, 56
 LOGITS_BYTES = BATCH * (PROMPT + COMPLETION - 1) * VOCAB * 4
 WAYS = ("trl", "slime_compile")
-
-
-@dataclass
-class Run:
-    """Losses of every step, and the largest peak of those after the first."""
-
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
 
 
 class Trainer(GRPOTrainer):
@@ -50,14 +40,10 @@ class Trainer(GRPOTrainer):
         if self.run.losses:  # generation is over, and what it drew is used
             inputs = self._prepare_inputs(inputs)
             prepare, self._prepare_inputs = self._prepare_inputs, lambda given: given
-        with slime_compile.memory_probe(
-            "step", enabled=bool(self.run.losses), device="cpu", log=len
-        ) as probe:
+        with self.run.step():
             loss = super().training_step(model, inputs, *rest, **more)
         if self.run.losses:
             self._prepare_inputs = prepare
-        if probe.record is not None:
-            self.run.peak_bytes = max(self.run.peak_bytes, probe.record.peak_allocated or 0)
         self.run.losses.append(loss.item())
         return loss
 
@@ -83,7 +69,7 @@ def reward(completion_ids: Any, **kwargs: Any) -> list[float]:
     return [sum(token % 2 for token in row) / len(row) for row in completion_ids]
 
 
-def train(way: str, steps: int) -> Run:
+def train(way: str, steps: int, inner: str) -> Run:
     if way == "slime_compile":
         assert integration.enable()
     prompts = [" ".join(f"w{8 * n + k + 4}" for k in range(PROMPT)) for n in range(64)]
@@ -104,14 +90,7 @@ def train(way: str, steps: int) -> Run:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args(argv).steps
-    runs = {way: train(way, steps) for way in WAYS}
-    for way, run in runs.items():
-        told = f"{run.peak_bytes / 2**20:6.1f} MiB, {run.peak_bytes / LOGITS_BYTES:.2f} N"
-        print(f"{way:14} peak {told}, last loss {run.losses[-1]:.6f}")
-    return runs
+    return compare(WAYS, train, LOGITS_BYTES, argv)
 
 
 if __name__ == "__main__":

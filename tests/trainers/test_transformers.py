@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 import slime_compile
 from slime_compile import DeferredLogits, defer_logits
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCAB = 1040  # above `min_vocab`
 
 pytest.importorskip("transformers", reason="transformers is not installed; make test-trainers does")
@@ -58,12 +57,9 @@ def gradients(model: Any, tokens: Tensor) -> list[Tensor]:
 # ---- the Trainer --------------------------------------------------------------------------------------------------
 
 
-def test_the_example() -> None:
+def test_the_example(example: Callable[[str], Any]) -> None:
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    known = len(slime_compile.reports())
-    runs = runpy.run_path(str(EXAMPLES / "transformers_trainer.py"))["main"](
-        ["--steps", str(STEPS)]
-    )
+    runs = example("transformers_trainer").main(["--steps", str(STEPS)])
     plain = runs["as it is"]
     assert len(plain.losses) == STEPS
     logits = 4 * 256 * 16384 * 4
@@ -72,9 +68,8 @@ def test_the_example() -> None:
         assert run.losses == pytest.approx(plain.losses, rel=1e-5), way
         assert run.peak_bytes < bounds[way] * logits, way
     assert plain.peak_bytes > 3 * logits  # there was something to save
-    reports = [r for r in slime_compile.reports()[known:] if r.fused]
-    assert [r.fused for r in reports] == [2, 1, 1]
-    assert [r.to_dict()["chunked_heads"] for r in reports] == [0, 1, 1]
+    assert [run.fused for run in runs.values()] == [0, 2, 1, 1]
+    assert [run.chunked_heads for run in runs.values()] == [0, 0, 1, 1]
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------

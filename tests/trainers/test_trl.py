@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("trl", reason="trl is not installed; make test-trainers does
 
 from slime_compile.integrations import trl as integration
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 6  # three rollouts, each used twice
 N, V, D = 65, 1040, 8
 
@@ -87,8 +85,8 @@ def test_another_trl(utils: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -
     assert "nothing was changed" in caplog.text
 
 
-def test_the_example() -> None:
-    runs = runpy.run_path(str(EXAMPLES / "trl_grpo.py"))["main"](["--steps", str(STEPS)])
+def test_grpo(example: Callable[[str], Any]) -> None:
+    runs = example("trl_grpo").main(["--steps", str(STEPS)])
     theirs, ours = runs["trl"], runs["slime_compile"]
     assert len(theirs.losses) == STEPS
     assert len(set(theirs.losses)) == STEPS  # it trains

@@ -1,0 +1,78 @@
+"""What the examples over trainers share: the same steps in several ways, their losses, and the peak of a step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+import slime_compile
+from slime_compile import Report
+
+
+@dataclass
+class Run:
+    """One way of training.
+
+    Attributes:
+        losses: of every step.
+        peak_bytes: most that a step allocated at one time, of those after the first, which compiles.
+        reports: of the graphs that the backend compiled meanwhile.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    reports: list[Report] = field(default_factory=list)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        warm = bool(self.losses)
+        with slime_compile.memory_probe("step", enabled=warm, device="cpu", log=len) as probe:
+            yield
+        if probe.record is not None:
+            self.peak_bytes = max(self.peak_bytes, probe.record.peak_allocated or 0)
+
+    @property
+    def fused(self) -> int:
+        return sum(report.fused for report in self.reports)
+
+    @property
+    def chunked_heads(self) -> int:
+        return sum(report.to_dict()["chunked_heads"] for report in self.reports)
+
+
+def compare(
+    ways: Sequence[str],
+    train: Callable[[str, int, str], Run],
+    logits_bytes: int,
+    argv: Sequence[str] | None = None,
+) -> dict[str, Run]:
+    """Trains in each way and prints the peak of a step, also as a multiple of the logits, and the last loss.
+
+    Args:
+        ways: their names.
+        train: takes one of them, how many steps, and the backend's option `inner`.
+        logits_bytes: what N stands for.
+        argv: the command line.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--inner", default="aot_eager", choices=("inductor", "aot_eager"))
+    given = parser.parse_args(argv)
+    torch.set_num_threads(
+        1
+    )  # the models are so small that threads would mostly wait for each other
+    runs: dict[str, Run] = {}
+    for way in ways:
+        torch._dynamo.reset()
+        known = len(slime_compile.reports())
+        runs[way] = run = train(way, given.steps, given.inner)
+        run.reports = slime_compile.reports()[known:]
+        told = f"{run.peak_bytes / 2**20:6.1f} MiB, {run.peak_bytes / logits_bytes:.2f} N"
+        print(f"{way:{max(map(len, ways))}}  peak {told}, last loss {run.losses[-1]:.6f}")
+    fused = [report for run in runs.values() for report in run.reports if report.fused]
+    print(fused[-1] if fused else "slime_fused compiled nothing here: its operators are called")
+    return runs

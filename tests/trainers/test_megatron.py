@@ -1,0 +1,54 @@
+"""Megatron-core: the example does what it says; `main_grad` is what it is without us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+STEPS = 4
+
+
+def test_the_example(example: Callable[[str], Any]) -> None:
+    megatron = example("megatron_gpt")
+    runs = megatron.main(["--steps", str(STEPS)])
+    plain = runs["as it is"]
+    assert len(set(plain.losses)) == STEPS  # it trains
+    bounds = {"loss": 1.25, "deferred": 0.35}
+    for way, bound in bounds.items():
+        assert runs[way].losses == pytest.approx(plain.losses, rel=1e-4), way
+        assert runs[way].peak_bytes < bound * megatron.LOGITS_BYTES, way
+        assert runs[way].fused == 2
+    assert plain.peak_bytes > 3 * megatron.LOGITS_BYTES
+    assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("fused_accumulation", [False, True])
+def test_main_grad(example: Callable[[str], Any], fused_accumulation: bool) -> None:
+    """Of all parameters, after two micro-batches, and again after `zero_grad_buffer`.
+
+    Under `gradient_accumulation_fusion` Megatron's head would write its weight's gradient into `main_grad` itself, by a
+    kernel that is CUDA's; deferred, it hands the gradient to DDP, which adds it.
+    """
+    megatron = example("megatron_gpt")
+    size = (2, megatron.BATCH, megatron.LENGTH + 1)
+    draws = [torch.randint(256, size, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    found: dict[str, list[torch.Tensor]] = {}
+    with megatron.one_rank():
+        for way in ("as it is", "deferred"):
+            torch._dynamo.reset()
+            gpt = megatron.model()
+            model = megatron.in_way(way, gpt)
+            gpt.output_layer.gradient_accumulation_fusion = fused_accumulation and way == "deferred"
+            found[way] = []
+            for tokens in draws:
+                megatron.forward_backward(model, tokens)
+                assert all(p.grad is None for p in gpt.parameters())
+                found[way] += [p.main_grad.clone() for p in gpt.parameters()]
+    for mine, other in zip(found["deferred"], found["as it is"], strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2 * other.abs().max().item())
