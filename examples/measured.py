@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
@@ -21,11 +23,13 @@ class Run:
         losses: of every step.
         peak_bytes: most that a step allocated at one time, of those after the first, which compiles.
         reports: of the graphs that the backend compiled meanwhile.
+        logged: metrics that the trainer logs.
     """
 
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     reports: list[Report] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -69,7 +73,8 @@ def compare(
     for way in ways:
         torch._dynamo.reset()
         known = len(slime_compile.reports())
-        runs[way] = run = train(way, given.steps, given.inner)
+        with mock.patch.dict(os.environ):  # a way may set options there
+            runs[way] = run = train(way, given.steps, given.inner)
         run.reports = slime_compile.reports()[known:]
         told = f"{run.peak_bytes / 2**20:6.1f} MiB, {run.peak_bytes / logits_bytes:.2f} N"
         print(f"{way:{max(map(len, ways))}}  peak {told}, last loss {run.losses[-1]:.6f}")

@@ -1,6 +1,7 @@
 """What a trainer needs beside `torch.compile(..., backend="slime_fused")`, a file each; docs/integrations.md.
 
     accelerate   TrainingArguments(torch_compile_backend="slime_fused"), Accelerator(dynamo_backend="slime_fused")
+    trl          its fused head over our operators
 
 Each has `enable()`, which changes as little of the package as it can, and `disable()`, which takes that back. Where the
 package is not what this file knows, `enable()` says so once and changes nothing.

@@ -1,9 +1,9 @@
-"""TRL's fused head (1.16) over our operators: GRPO's log-probs and entropies, one chunk of logits at a time.
+"""TRL's fused head (1.16) over our operators: log-probs, entropies and metrics of a row, one chunk of logits at a time.
 
 TRL computes the per-token values of its trainers in a function of its own, `ChunkedLogProbFunction`. It never has all
 logits where Triton runs, and tiles of 4,096 x 32,768 elsewhere. `enable()` puts `linear_log_probs_and_entropy` in its
-place where log-probs and entropies are asked for (GRPO, its reference model). What SFT and DPO ask for beside them
-(the mean logit, whether the target is the largest) and softcaps stay with TRL's.
+place, with what SFT and DPO ask for beside it: whether the target is the largest, and the mean logit. What WPO asks for
+(`log_sum_sq_probs`) and softcaps stay with TRL's.
 
 Upstream, a function that `add_fused_lm_head` is given would make this file unnecessary.
 """
@@ -15,14 +15,16 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slime_compile.rl.linear_log_probs import linear_log_probs_and_entropy
+from slime_compile.rl.linear_log_probs import log_probs_entropy_and_hits
 
 __all__ = ["disable", "enable"]
 
 _log = logging.getLogger(__name__)
 _NAME = "_ChunkedLogProbFunction"
+_OUTPUTS = {"log_probs", "entropy", "mean_logits", "is_top1"}
 _ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
     "logit_scale", "outputs",
@@ -47,23 +49,38 @@ class _OverOurOperators:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> Any:
-        if softcap is not None or not set(outputs) <= {"log_probs", "entropy"} or logit_scale <= 0:
+        if softcap is not None or not set(outputs) <= _OUTPUTS or logit_scale <= 0:
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )  # fmt: skip
-        log_probs, entropy = linear_log_probs_and_entropy(
-            hidden,
-            weight.to(hidden.dtype),
-            targets,
-            None if bias is None else bias.to(hidden.dtype),
-            temperature=temperature / logit_scale,
-            with_entropy="entropy" in outputs,
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+        log_probs, entropy, hits = log_probs_entropy_and_hits(
+            hidden, weight, targets, bias,
+            temperature=temperature / logit_scale, with_entropy="entropy" in outputs,
+        )  # fmt: skip
+        mean = _mean_logits(hidden, weight, bias) if "mean_logits" in outputs else None
+        return (
+            log_probs,
+            entropy,
+            None,
+            None if mean is None else mean * (logit_scale / temperature),
+            hits if "is_top1" in outputs else None,
         )
-        return log_probs, entropy, None, None, None
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[N] float32: the mean over a row's logits is the product with the mean row of the weight."""
+    mean: Tensor = hidden.float() @ weight.mean(0, dtype=torch.float32)
+    return mean if bias is None else mean + bias.float().mean()
 
 
 def enable() -> bool:
     """From now on, in models that TRL's trainers have patched or will; more than once does no harm.
+
+    TRL counts a target among the largest only where no earlier column is as large; here such a tie is a hit
+    (`mean_token_accuracy`).
 
     Returns:
         Whether it holds. If not, a warning says why, and nothing has changed.

@@ -26,7 +26,7 @@ from slime_compile.rl.row_statistics import (
     scale_of,
 )
 
-__all__ = ["linear_log_probs_and_entropy"]
+__all__ = ["linear_log_probs_and_entropy", "log_probs_entropy_and_hits"]
 
 _DEFAULT_CHUNK = 0  # bytes: `fx_passes/linear/chunks.py` chooses
 
@@ -81,6 +81,27 @@ def linear_log_probs_and_entropy(
         >>> log_probs, entropy = linear_log_probs_and_entropy(hidden, lm_head.weight, tokens, temperature=0.7)
         >>> loss = -(advantages * log_probs + 0.01 * entropy).mean()
     """
+    log_probs, entropy, _ = log_probs_entropy_and_hits(
+        hidden, weight, target, bias, group, temperature,
+        with_entropy=with_entropy, entropy_grad=entropy_grad, vocab_start=vocab_start, sum_hidden_grad=sum_hidden_grad,
+    )  # fmt: skip
+    return log_probs, entropy
+
+
+def log_probs_entropy_and_hits(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    temperature: float | Tensor = 1.0,
+    *,
+    with_entropy: bool = True,
+    entropy_grad: bool = True,
+    vocab_start: int | None = None,
+    sum_hidden_grad: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The same, and [...] bool: whether the target's logit is the largest of its row, or as large as it."""
     hidden, weight, bias = _as_autocast(hidden, weight, bias)
     _check_head(hidden, weight, bias)
     check_rows(hidden.shape[:-1], target, temperature)
@@ -90,7 +111,7 @@ def linear_log_probs_and_entropy(
     scale = scale_of(temperature, target, compute_dtype(hidden.dtype))
     rows = hidden.reshape(-1, hidden.shape[-1])
     function = cast(Any, _LinearLogProbsAndEntropy)
-    log_probs, entropy = function.apply(
+    log_probs, entropy, hits = function.apply(
         rows,
         weight,
         bias,
@@ -102,7 +123,7 @@ def linear_log_probs_and_entropy(
         sum_hidden_grad,
     )
     shape = target.shape
-    return log_probs.view(shape), None if entropy is None else entropy.view(shape)
+    return log_probs.view(shape), None if entropy is None else entropy.view(shape), hits.view(shape)
 
 
 def _as_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -149,7 +170,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         with_entropy: bool,
         entropy_grad: bool,
         sum_hidden_grad: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         found, at = inside(column, weight.shape[0])
         stats, picked = linear_row_stats(
             hidden, weight, bias, [scale], [1.0], [True], [False], at, _DEFAULT_CHUNK, ""
@@ -160,12 +181,13 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.group = group if sum_hidden_grad else None
-        return whole.outputs(ctx, with_entropy, entropy_grad)
+        hits = (whole.target_logit >= whole.top).squeeze(-1)
+        return *whole.outputs(ctx, with_entropy, entropy_grad), hits
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, column, scale, *statistics = ctx.saved_tensors
         of = Coefficients.of(scale, statistics, grad_log_probs, grad_entropy)

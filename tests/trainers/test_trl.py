@@ -12,8 +12,9 @@ pytest.importorskip("trl", reason="trl is not installed; make test-trainers does
 
 from slime_compile.integrations import trl as integration
 
-STEPS = 6  # three rollouts, each used twice
+STEPS = 4  # of GRPO two rollouts, each used twice
 N, V, D = 65, 1040, 8
+EVERYTHING = ("log_probs", "entropy", "mean_logits", "is_top1")
 
 
 @pytest.fixture
@@ -32,6 +33,8 @@ def run(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], **more: Any) -
         for shape in ((N, D), (V, D), (V,))
     ]
     target = torch.randint(V, (N,), generator=draw)
+    logits = torch.nn.functional.linear(*head).detach()
+    target[: N // 2] = logits[: N // 2].argmax(-1)
     given = {"softcap": None, "scale": 1.0} | more
     found = utils._ChunkedLogProbFunction.apply(
         *head, target, 0.7, 4096, given["softcap"], given["scale"], outputs
@@ -42,7 +45,7 @@ def run(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], **more: Any) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), EVERYTHING], ids=len)
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_values(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], scale: float) -> None:
     theirs = run(utils, dtype, outputs, scale=scale)
@@ -54,6 +57,11 @@ def test_values(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], scale:
             assert ours is None
             continue
         assert (ours.dtype, ours.shape) == (other.dtype, other.shape)
+        if ours.dtype == torch.bool:
+            assert torch.equal(ours, other)
+            assert ours[: N // 2].all()
+            assert not ours.all()
+            continue
         rounding = 1e-5 if dtype == torch.float32 else 2e-2  # of the largest; bfloat16 has 8 bits
         assert (ours - other).abs().max() <= rounding * other.abs().max(), number
     integration.disable()
@@ -62,7 +70,7 @@ def test_values(utils: Any, dtype: torch.dtype, outputs: tuple[str, ...], scale:
 
 
 @pytest.mark.parametrize(
-    "more", [{"outputs": ("log_probs", "is_top1")}, {"softcap": 30.0}], ids=str
+    "more", [{"outputs": ("log_probs", "log_sum_sq_probs")}, {"softcap": 30.0}], ids=str
 )
 def test_what_stays_with_trl(utils: Any, more: dict[str, Any]) -> None:
     given = {"outputs": ("log_probs", "entropy")} | more
@@ -85,11 +93,25 @@ def test_another_trl(utils: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -
     assert "nothing was changed" in caplog.text
 
 
-def test_grpo(example: Callable[[str], Any]) -> None:
-    runs = example("trl_grpo").main(["--steps", str(STEPS)])
+# what the peaks of TRL and of ours are held against, in logits; the metrics that the trainer logs
+TRAINERS: dict[str, tuple[float, float, list[str]]] = {
+    "trl_grpo": (8.0, 0.5, []),
+    "trl_sft": (6.0, 0.5, ["entropy", "mean_token_accuracy"]),
+    "trl_dpo": (10.0, 0.5, ["entropy", "mean_token_accuracy", "logits/chosen", "rewards/chosen"]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_examples(name: str, example: Callable[[str], Any]) -> None:
+    module = example(name)
+    runs = module.main(["--steps", str(STEPS)])
     theirs, ours = runs["trl"], runs["slime_compile"]
+    least, most, metrics = TRAINERS[name]
     assert len(theirs.losses) == STEPS
     assert len(set(theirs.losses)) == STEPS  # it trains
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-4, abs=1e-6)
-    logits = 8 * 63 * 40960 * 4
-    assert ours.peak_bytes < 0.5 * logits < theirs.peak_bytes
+    assert ours.peak_bytes < most * module.LOGITS_BYTES
+    assert theirs.peak_bytes > least * module.LOGITS_BYTES
+    for metric in metrics:
+        mine, other = ([row[metric] for row in run.logged[:STEPS]] for run in (ours, theirs))
+        assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), metric
