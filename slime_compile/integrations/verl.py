@@ -1,0 +1,126 @@
+"""verl's FSDP engine (0.9): log-probs and entropies of a micro-batch in one compiled function.
+
+The engine takes them of the logits in two calls of its own, among nested tensors: the entropy's is compiled
+(`use_torch_compile`), the log-probs' goes row by row where flash-attn is missing, and neither sees the other's reading.
+But it has a place for models that return both in place of logits (`use_fused_kernels`). `enable()` puts verl's own two
+formulas into one function, compiles that, and hands its results over there. Padded batches, top-k distillation, the sum
+of squared probabilities and DTensor logits stay with verl's.
+
+Upstream, `prepare_model_outputs` would take the two from one method, which could then be compiled; or
+`engine_config` would name the backend of its torch.compile and compile both.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["disable", "enable"]
+
+_log = logging.getLogger(__name__)
+_HOME = "verl.workers.engine.fsdp.transformer_impl"
+_ARGUMENTS = ("self", "output", "output_args", "micro_batch", "logits_processor_func")
+_LEFT_TO_VERL = (
+    "use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only",
+)  # fmt: skip
+
+
+def enable(options: Mapping[str, Any] | None = None) -> bool:
+    """From now on in this process, in all actors and references; more than once does no harm.
+
+    verl's workers are processes of their own: call it in a module that `VERL_USE_EXTERNAL_MODULES` names, which they
+    import. `defer_logits(engine.module)` is apart from this.
+
+    Args:
+        options: of the backend.
+
+    Returns:
+        Whether it holds. If not, a warning says why, and nothing has changed.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
+    verl, home = importlib.import_module("verl"), importlib.import_module(_HOME)
+    kind: Any = home.FSDPEngineWithLMHead
+    theirs = kind.prepare_model_outputs
+    if hasattr(theirs, "theirs"):
+        return True
+    given = tuple(inspect.signature(theirs).parameters)
+    if given != _ARGUMENTS or not verl.__version__.startswith("0.9."):
+        _log.warning(
+            "verl %s is not known here: it must be 0.9, and FSDPEngineWithLMHead.prepare_model_outputs must take %s, "
+            "got %s; nothing was changed. Compile verl.utils.torch_functional.entropy_from_logits and "
+            "logprobs_from_logits_naive with torch.compile(..., backend='slime_fused') instead",
+            verl.__version__,
+            _ARGUMENTS,
+            given,
+        )
+        return False
+    kind.prepare_model_outputs = _over_one_function(theirs, options)
+    return True
+
+
+def disable() -> None:
+    """verl's own again."""
+    kind: Any = importlib.import_module(_HOME).FSDPEngineWithLMHead
+    kind.prepare_model_outputs = getattr(
+        kind.prepare_model_outputs, "theirs", kind.prepare_model_outputs
+    )
+
+
+def _over_one_function(theirs: Any, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    data_of: Any = importlib.import_module("verl.utils.tensordict_utils")
+    dtensor: Any = importlib.import_module("torch.distributed.tensor").DTensor
+    functions: Any = importlib.import_module("verl.utils.torch_functional")
+    compiled = torch.compile(
+        _of_both(functions.logprobs_from_logits_naive, functions.entropy_from_logits),
+        backend="slime_fused",
+        options=dict(options or {}),
+    )
+
+    @functools.wraps(theirs)
+    def prepare_model_outputs(
+        self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> Any:
+        def asked(name: str, default: bool = False) -> Any:
+            return data_of.get_non_tensor_data(data=micro_batch, key=name, default=default)
+
+        leave = any(map(asked, _LEFT_TO_VERL)) or not asked("use_remove_padding", True)
+        if leave or isinstance(output.logits, dtensor):
+            return theirs(self, output, output_args, micro_batch, logits_processor_func)
+        unit = output_args.get("temperature_is_one", False)
+        log_probs, entropy = compiled(
+            output.logits,
+            output_args["input_ids_rmpad_rolled"],
+            None if unit else output_args["temperature_rmpad"],
+            bool(asked("calculate_entropy")),
+        )
+        instead = SimpleNamespace(log_probs=log_probs, entropy=entropy)
+        micro_batch = data_of.assign_non_tensor(micro_batch.copy(), use_fused_kernels=True)
+        return theirs(self, instead, output_args, micro_batch, logits_processor_func)
+
+    prepare_model_outputs.theirs = theirs  # type: ignore[attr-defined]
+    return prepare_model_outputs
+
+
+def _of_both(log_probs_of: Any, entropy_of: Any) -> Callable[..., Any]:
+    def log_probs_and_entropy(
+        logits: Tensor, labels: Tensor, temperature: Tensor | None, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of logits [1, T, V], each [1, T]."""
+        rows = logits.squeeze(0)
+        if temperature is not None:
+            rows = rows / temperature.clamp(min=1e-8).to(rows.dtype).unsqueeze(-1)
+        log_probs = log_probs_of(rows, labels)
+        entropy = entropy_of(rows) if with_entropy else None
+        return log_probs.unsqueeze(0), None if entropy is None else entropy.unsqueeze(0)
+
+    return log_probs_and_entropy

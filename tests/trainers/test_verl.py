@@ -1,0 +1,83 @@
+"""verl: the example does what it says; what is not for us stays with verl's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "verl.workers.engine.fsdp.transformer_impl",
+    reason="verl, or what its engine imports, is not installed",
+    exc_type=ImportError,
+)
+
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from slime_compile.integrations import verl as integration
+
+STEPS = 4
+KIND: Any = FSDPEngineWithLMHead
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = KIND.prepare_model_outputs
+    yield
+    integration.disable()
+    assert KIND.prepare_model_outputs is before
+
+
+def test_the_example(example: Callable[[str], Any]) -> None:
+    actor = example("verl_actor")
+    runs = actor.main(["--steps", str(STEPS)])
+    plain = runs["as it is"]
+    assert len(set(plain.losses)) == STEPS  # it trains
+    bounds = {"as it is": 3.2, "pair": 1.2, "deferred": 0.3}
+    for way, bound in bounds.items():
+        assert runs[way].losses == pytest.approx(plain.losses, rel=1e-4, abs=1e-6), way
+        assert runs[way].peak_bytes < bound * actor.LOGITS_BYTES, way
+    assert plain.peak_bytes > 2.9 * actor.LOGITS_BYTES
+    assert [run.fused for run in runs.values()] == [0, 2, 2]
+    assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("flag", ["calculate_sum_pi_squared", "use_remove_padding"])
+def test_what_stays_with_verl(
+    flag: str, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = example("verl_actor")
+    engine = actor.Engine(actor.model())
+    data = actor.micro_batch(torch.Generator().manual_seed(0))
+    asked = {flag: flag != "use_remove_padding"}
+    data = actor.tensordict_utils.assign_non_tensor(data, temperature=1.0, **asked)
+    engine.compute_entropy_from_logits = actor.entropy_from_logits
+    inputs, more = engine.prepare_model_inputs(data)
+    output = engine.module(**inputs)
+    want = engine.prepare_model_outputs(output, more, data, None)
+    assert integration.enable()
+    found = engine.prepare_model_outputs(output, more, data, None)
+    assert set(found) == set(want)
+    for name, value in want.items():
+        assert torch.equal(found[name].values(), value.values()), name
+
+
+def test_on_and_off() -> None:
+    before = KIND.prepare_model_outputs
+    assert integration.enable()
+    ours = KIND.prepare_model_outputs
+    assert integration.enable()
+    assert KIND.prepare_model_outputs is ours is not before
+
+
+def test_another_verl(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    import verl as package
+
+    before = KIND.prepare_model_outputs
+    monkeypatch.setattr(package, "__version__", "1.0.0")
+    assert not integration.enable()
+    assert KIND.prepare_model_outputs is before
+    assert "verl 1.0.0 is not known here" in caplog.text
+    assert "nothing was changed" in caplog.text
