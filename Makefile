@@ -53,8 +53,8 @@ smoke-torch: $(OTHER)/.installed
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
 # these the package alone is installed, and what its losses import.
 TRAINERS := .venv-trainers
-OF_THEIR_LOSSES := ray tensordict hydra-core codetiming pandas tyro einops
-WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl
+OF_THEIR_LOSSES := ray tensordict hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja
+WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl deepspeed openrlhf
 
 $(TRAINERS)/.installed: pyproject.toml constraints.txt
 	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)

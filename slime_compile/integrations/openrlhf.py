@@ -1,0 +1,159 @@
+"""OpenRLHF's actor (0.11): log-probs and entropies in one compiled function.
+
+`Actor.forward` takes the entropy of the logits by a compiled function of its own, then the log-probs by another that
+Dynamo leaves at `try: from flash_attn import ...`; neither sees the other's reading, and the output that it returns
+keeps the logits. `enable()` lets the first of the two calls do both, the temperature included, and takes the logits out
+of an output that is returned beside log-probs (OpenRLHF does not read them there).
+
+Upstream, one function of both in `openrlhf.models.utils`, with the import at the top of the file, could be compiled as
+it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["disable", "enable"]
+
+_log = logging.getLogger(__name__)
+_HOME = "openrlhf.models.actor"
+_ARGUMENTS = {
+    "compute_entropy": ["logits"],
+    "log_probs_from_logits": ["logits", "labels", "temperature"],
+    "unpad_and_slice_tensor": ["sequences", "attention_mask", "ring_attn_group"],
+}
+
+
+def enable(options: Mapping[str, Any] | None = None) -> bool:
+    """From now on in this process; more than once does no harm. `defer_logits(actor.model)` is apart from this.
+
+    Args:
+        options: of the backend.
+
+    Returns:
+        Whether it holds. If not, a warning says why, and nothing has changed.
+
+    Raises:
+        ImportError: OpenRLHF is not installed, or what it imports (flash_attn, deepspeed).
+    """
+    home: Any = importlib.import_module(_HOME)
+    if hasattr(home.Actor.forward, "theirs"):
+        return True
+    version: str = importlib.import_module("importlib.metadata").version("openrlhf")
+    given = {name: _arguments_of(getattr(home, name, None)) for name in _ARGUMENTS}
+    if given != _ARGUMENTS or not version.startswith("0.11."):
+        _log.warning(
+            "openrlhf %s is not known here: it must be 0.11, and openrlhf.models.actor must use %s, got %s; nothing was "
+            "changed. Compile a function of both log-probs and entropy with torch.compile(..., backend='slime_fused') "
+            "instead",
+            version,
+            _ARGUMENTS,
+            given,
+        )
+        return False
+    readings = _Readings(home, options)
+    for name in _ARGUMENTS:
+        setattr(home, name, getattr(readings, name))
+    home.Actor.forward = readings.over(home.Actor.forward)
+    return True
+
+
+def _arguments_of(function: Any) -> list[str]:
+    return [] if function is None else list(inspect.signature(function).parameters)
+
+
+def disable() -> None:
+    """OpenRLHF's own again."""
+    home: Any = importlib.import_module(_HOME)
+    readings = getattr(home.Actor.forward, "readings", None)
+    if readings is not None:
+        home.Actor.forward = home.Actor.forward.theirs
+        for name in _ARGUMENTS:
+            setattr(home, name, readings.theirs[name])
+
+
+@dataclass
+class _Call:
+    """What one forward of an actor knows between its two readings of the logits."""
+
+    labels: Tensor | None
+    temperature: float
+    logits: Any = None
+    log_probs: Tensor | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+class _Readings:
+    """What OpenRLHF calls in place of its functions; its own where no log-probs are asked for."""
+
+    def __init__(self, home: Any, options: Mapping[str, Any] | None) -> None:
+        self.theirs = {name: getattr(home, name) for name in _ARGUMENTS}
+        self.both: Any = torch.compile(
+            _log_probs_and_entropy, backend="slime_fused", options=dict(options or {})
+        )
+
+    def over(self, forward: Any) -> Any:
+        """`Actor.forward`, around which labels and temperature are known; the compiled function scales the logits."""
+        signature = inspect.signature(forward)
+
+        @functools.wraps(forward)
+        def known(actor: Any, sequences: Tensor, *args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(actor, sequences, *args, **kwargs).arguments
+            if asked.get("action_mask") is None and not asked.get("return_logprobs"):
+                return forward(actor, sequences, *args, **kwargs)
+            labels = None if actor.packing_samples else sequences.roll(-1, 1)
+            token = _call.set(_Call(labels, actor.temperature))
+            temperature, actor.temperature = actor.temperature, 1.0
+            try:
+                found = forward(actor, sequences, *args, **kwargs)
+            finally:
+                actor.temperature = temperature
+                _call.reset(token)
+            if isinstance(found, tuple):
+                found[1]["logits"] = None  # not scaled, and held for nobody
+            return found
+
+        known.theirs, known.readings = forward, self  # type: ignore[attr-defined]
+        return known
+
+    def unpad_and_slice_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        found, call = self.theirs["unpad_and_slice_tensor"](*args, **kwargs), _call.get()
+        if call is not None:
+            call.labels = found[2]
+        return found
+
+    def compute_entropy(self, logits: Tensor) -> Any:
+        call = _call.get()
+        if call is None:
+            return self.theirs["compute_entropy"](logits)
+        call.logits = logits
+        call.log_probs, entropy = self.both(logits, call.labels, call.temperature, True)
+        return entropy
+
+    def log_probs_from_logits(self, logits: Tensor, labels: Tensor, *rest: Any) -> Any:
+        call = _call.get()
+        if call is None:
+            return self.theirs["log_probs_from_logits"](logits, labels, *rest)
+        if call.logits is not logits:
+            call.log_probs, _ = self.both(logits, labels, call.temperature, False)
+        return call.log_probs
+
+
+def _log_probs_and_entropy(
+    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    every = torch.log_softmax(logits / temperature if temperature != 1.0 else logits, -1)
+    log_probs = every.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return log_probs, -(every.exp() * every).sum(-1) if with_entropy else None
