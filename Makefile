@@ -51,9 +51,9 @@ smoke-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest -n $(JOBS) @tests/smoke.txt
 
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
-# these the package alone is installed, and what its losses import.
+# these the package alone is installed, and what its losses import. slime is in no registry: SLIME=/path/to/a/checkout.
 TRAINERS := .venv-trainers
-OF_THEIR_LOSSES := ray tensordict hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja
+OF_THEIR_LOSSES := ray tensordict hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja httpx
 WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl deepspeed openrlhf
 
 $(TRAINERS)/.installed: pyproject.toml constraints.txt
@@ -71,7 +71,7 @@ $(TRAINERS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	$(TRAINERS)/bin/python -m pytest -m trainers tests/trainers
+	PYTHONPATH=$(SLIME) $(TRAINERS)/bin/python -m pytest -m trainers tests/trainers
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)

@@ -3,6 +3,7 @@
     accelerate   TrainingArguments(torch_compile_backend="slime_fused"), Accelerator(dynamo_backend="slime_fused")
     trl          its fused head over our operators
     openrlhf     log-probs and entropies of its actor in one compiled function
+    slime        its log-probs and entropies compiled, of deferred logits too
     verl         log-probs and entropies of its FSDP engine in one compiled function
 
 Each has `enable()`, which changes as little of the package as it can, and `disable()`, which takes that back. Where the

@@ -1,0 +1,81 @@
+"""slime: the example does what it says. In no package registry: `make test-trainers SLIME=/path/to/a/checkout`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from slime_compile.integrations import slime as integration
+
+pytestmark = pytest.mark.skipif(
+    find_spec("slime") is None or find_spec("slime.backends") is None,
+    reason="slime is in no package registry: make test-trainers SLIME=/path/to/a/checkout",
+)
+
+STEPS = 4
+
+
+@pytest.fixture
+def module(example: Callable[[str], Any]) -> Iterator[Any]:
+    found = example("slime_actor")
+    yield found
+    integration.disable()
+
+
+def names() -> list[Any]:
+    import slime.backends.megatron_utils.loss as home
+
+    return [getattr(home, name) for name in integration._ARGUMENTS]
+
+
+def test_the_example(module: Any) -> None:
+    before = names()
+    runs = module.main(["--steps", str(STEPS)])
+    assert names() == before
+    plain = runs["as it is"]
+    assert len(set(plain.losses)) == STEPS  # it trains
+    bounds = {"as it is": 4.4, "loss": 1.8, "deferred": 0.45}
+    for way, bound in bounds.items():
+        assert runs[way].losses == pytest.approx(plain.losses, abs=1e-3), way  # bfloat16
+        assert runs[way].peak_bytes < bound * module.LOGITS_BYTES, way
+    assert plain.peak_bytes > 4 * module.LOGITS_BYTES
+    assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
+    assert runs["loss"].fused == runs["deferred"].fused == 2
+
+
+def test_float32(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but the order of sums differs."""
+    import megatron_gpt
+
+    config = megatron_gpt.TransformerConfig
+    in_float32 = {"bf16": False, "params_dtype": torch.float32}
+    monkeypatch.setattr(megatron_gpt, "TransformerConfig", lambda **k: config(**k | in_float32))
+    monkeypatch.setattr(module, "Float16Module", lambda config, model: model)
+    plain, deferred = (module.train(way, 3, "aot_eager").losses for way in ("as it is", "deferred"))
+    assert deferred == pytest.approx(plain, rel=1e-4, abs=1e-6)
+
+
+def test_on_and_off(module: Any) -> None:
+    before = names()
+    assert integration.enable()
+    ours = names()
+    assert integration.enable()
+    assert names() == ours
+    assert not any(mine is other for mine, other in zip(ours, before, strict=True))
+    integration.disable()
+    assert names() == before
+
+
+def test_another_slime(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    import slime.backends.megatron_utils.loss as home
+
+    monkeypatch.setattr(home, "get_log_probs_and_entropy", lambda logits, tokens: None)
+    before = names()
+    assert not integration.enable()
+    assert names() == before
+    assert "this slime is not known here" in caplog.text
+    assert "nothing was changed" in caplog.text
