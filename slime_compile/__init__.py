@@ -125,6 +125,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

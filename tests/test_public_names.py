@@ -63,3 +63,14 @@ def test_functions_of_the_loss_path_are_public() -> None:
 def test_the_package_imports_nothing() -> None:
     code = "import sys, slime_compile; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_integrations_are_there_without_their_packages() -> None:
+    """Each is an attribute, whether imported or not; what it is for is imported by `enable()`."""
+    code = (
+        "import sys, slime_compile; names = slime_compile.integrations.__all__\n"
+        "for name in names: assert callable(getattr(slime_compile.integrations, name).enable)\n"
+        "assert not {'accelerate', 'openrlhf', 'slime', 'trl', 'verl'} & set(sys.modules)\n"
+        "assert set(names) == {'accelerate', 'openrlhf', 'slime', 'trl', 'verl'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,3 +9,14 @@
 Each has `enable()`, which changes as little of the package as it can, and `disable()`, which takes that back. Where the
 package is not what this file knows, `enable()` says so once and changes nothing.
 """
+
+import importlib
+from typing import Any
+
+__all__ = ["accelerate", "openrlhf", "slime", "trl", "verl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

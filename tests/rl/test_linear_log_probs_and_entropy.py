@@ -18,7 +18,10 @@ from torch import Tensor
 from bench.measure.measure import profiled_peak
 from fx_passes.linear import chunks
 from slime_compile.ops import native, torch_calls
-from slime_compile.rl.linear_log_probs import linear_log_probs_and_entropy
+from slime_compile.rl.linear_log_probs import (
+    linear_log_probs_and_entropy,
+    log_probs_entropy_and_hits,
+)
 from slime_compile.rl.log_probs import log_probs_and_entropy
 from tests.support.dispatch import Collectives
 from tests.support.harness import no_worse_than_eager
@@ -352,3 +355,23 @@ def test_two_ranks() -> None:
     for answer in on_ranks(2, _rank):
         if isinstance(answer, Exception):
             raise answer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hits(dtype: torch.dtype, gen: torch.Generator) -> None:
+    """Targets that are the largest, alone or beside an equal one, are hits; others and rows of NaN are not."""
+    (hidden, weight), target = _sample(gen, dtype, with_bias=False)
+    weight[5] = weight[4]
+    logits = F.linear(hidden, weight)
+    largest = logits.argmax(-1)
+    target = torch.where(torch.arange(N) % 2 == 0, largest, target)
+    target = torch.where(largest == 4, 5, target)
+    hidden[-1] = torch.nan
+    *_, hits = log_probs_entropy_and_hits(hidden, weight, target, temperature=0.7)
+    picked = F.linear(hidden, weight).gather(-1, target[:, None]).squeeze(-1)
+    want = picked == F.linear(hidden, weight).amax(-1)
+    assert hits.dtype == torch.bool
+    assert torch.equal(hits, want)
+    assert want[largest == 4][:-1].all()
+    assert not want.all()
+    assert not hits[-1]
