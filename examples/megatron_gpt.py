@@ -60,7 +60,7 @@ def model() -> GPTModel:
     return GPTModel(config, layer, VOCAB, LENGTH, position_embedding_type="rope")
 
 
-def in_way(way: str, gpt: Any, inner: str = "aot_eager") -> Any:
+def in_way(way: str, gpt: Any, inner: str = "aot_eager", **settings: bool) -> Any:
     """The model in Megatron's DDP, after the lines that are ours."""
     if way in ("loss", "deferred"):
         gpt.compute_language_model_loss = torch.compile(
@@ -69,8 +69,8 @@ def in_way(way: str, gpt: Any, inner: str = "aot_eager") -> Any:
         )  # fmt: skip
     if way == "deferred":
         slime_compile.defer_logits(gpt)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(gpt.config, settings, gpt)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **settings)
+    return DistributedDataParallel(gpt.config, config, gpt)
 
 
 def forward_backward(model: Any, tokens: torch.Tensor) -> float:
@@ -79,10 +79,11 @@ def forward_backward(model: Any, tokens: torch.Tensor) -> float:
     hidden_from = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     model.zero_grad_buffer()
     total = 0.0
-    for part in tokens:
-        losses = model(part[:, :-1], places, hidden_from, labels=part[:, 1:])
-        loss = losses.mean() / len(tokens)
-        loss.backward()
+    for number, part in enumerate(tokens, 1):
+        with model.no_sync() if number < len(tokens) else contextlib.nullcontext():
+            losses = model(part[:, :-1], places, hidden_from, labels=part[:, 1:])
+            loss = losses.mean() / len(tokens)
+            loss.backward()
         total += loss.item()
     model.finish_grad_sync()
     return total

@@ -16,6 +16,7 @@ pytest.importorskip(
 
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+import slime_compile
 from slime_compile.integrations import verl as integration
 
 STEPS = 4
@@ -62,6 +63,34 @@ def test_what_stays_with_verl(
     assert set(found) == set(want)
     for name, value in want.items():
         assert torch.equal(found[name].values(), value.values()), name
+
+
+def test_micro_batches_of_several_sizes(
+    example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compile for the first, one for all others."""
+    actor = example("verl_actor")
+    config = actor.FSDPActorConfig(entropy_coeff=0.01, rollout_n=1, ppo_micro_batch_size_per_gpu=4)
+    found = []
+    known = len(slime_compile.reports())
+    for ours in (False, True):
+        torch._dynamo.reset()
+        engine = actor.Engine(actor.model().train())
+        engine.compute_entropy_from_logits = actor.entropy_from_logits
+        if ours:
+            assert integration.enable({"inner": "aot_eager", "chunk_mib": actor.CHUNK_MIB})
+            slime_compile.defer_logits(engine.module)
+        draw = torch.Generator().manual_seed(0)
+        losses = []
+        for sizes in ((240, 220, 180, 160), (200, 100, 50, 20), (221, 13, 17, 180)):
+            monkeypatch.setattr(actor, "RESPONSES", sizes)
+            loss = engine.loss(actor.micro_batch(draw), config)
+            loss.backward()
+            losses.append(loss.detach())
+        found.append([*losses, *(p.grad for p in engine.module.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    reports = slime_compile.reports()[known:]
+    assert [report.to_dict()["chunked_heads"] for report in reports] == [1, 1]
 
 
 def test_on_and_off() -> None:
