@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("openrlhf", "deepspeed", "peft"))),
     reason="openrlhf, deepspeed or peft is not installed; make test-trainers does",
 )
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture

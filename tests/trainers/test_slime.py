@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     reason="slime is in no package registry: make test-trainers SLIME=/path/to/a/checkout",
 )
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture

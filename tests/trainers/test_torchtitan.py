@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed; make test-trainers does")
 pytest.importorskip("spmd_types", reason="torchtitan's losses import spmd_types")
 
-STEPS = 4
+STEPS = 3
 
 
 def test_the_example(example: Callable[[str], Any]) -> None:

@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 import slime_compile
 from slime_compile.integrations import verl as integration
 
-STEPS = 4
+STEPS = 3
 KIND: Any = FSDPEngineWithLMHead
 
 
