@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import slime_compile
 from slime_compile.integrations import openrlhf as integration
 
 pytestmark = pytest.mark.skipif(
@@ -74,6 +75,18 @@ def test_what_a_forward_returns(call: dict[str, Any], module: Any) -> None:
         assert torch.equal(found.logits, want.logits)
         found, want = found.entropy, want.entropy
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+def test_old_log_probs(module: Any) -> None:
+    """In evaluation mode, without gradients: as the actor computes them before it trains."""
+    actor = module.actor().eval()
+    tokens = torch.randint(module.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    given = {"attention_mask": torch.ones(2, 12), "action_mask": torch.ones(2, 5)}
+    with torch.no_grad():
+        want = actor(tokens, **given)
+        assert integration.enable({"inner": "aot_eager"})
+        slime_compile.defer_logits(actor.model, in_eval=True)
+        torch.testing.assert_close(actor(tokens, **given), want, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_samples(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,24 @@ def test_micro_batches_of_several_sizes(
     assert [report.to_dict()["chunked_heads"] for report in reports] == [1, 1]
 
 
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_old_log_probs(in_eval: bool, example: Callable[[str], Any]) -> None:
+    """In evaluation mode, without gradients: as the actor and the reference compute them."""
+    actor = example("verl_actor")
+    engine = actor.Engine(actor.model().eval())
+    engine.compute_entropy_from_logits = actor.entropy_from_logits
+    data = actor.micro_batch(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        inputs, more = engine.prepare_model_inputs(data)
+        want = engine.prepare_model_outputs(engine.module(**inputs), more, data, None)
+        assert integration.enable({"inner": "aot_eager"})
+        slime_compile.defer_logits(engine.module, in_eval=in_eval)
+        found = engine.prepare_model_outputs(engine.module(**inputs), more, data, None)
+    assert set(found) == set(want) == {"log_probs", "entropy"}
+    for name, value in want.items():
+        torch.testing.assert_close(found[name].values(), value.values(), rtol=1e-5, atol=1e-5)
+
+
 def test_on_and_off() -> None:
     before = KIND.prepare_model_outputs
     assert integration.enable()
