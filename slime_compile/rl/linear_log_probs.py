@@ -181,7 +181,7 @@ class _LinearLogProbsAndEntropy(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.group = group if sum_hidden_grad else None
-        hits = (whole.target_logit >= whole.top).squeeze(-1)
+        hits = (whole.target_logit >= whole.peak).squeeze(-1)
         return *whole.outputs(ctx, with_entropy, entropy_grad), hits
 
     @staticmethod

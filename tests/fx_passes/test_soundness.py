@@ -613,6 +613,14 @@ def shards_over_a_temperature(x: Tensor, temperature: Tensor, weight: Tensor) ->
     return (exponentials / (exponentials.sum(-1) + 0.5)[:, None] * weight).sum(-1)
 
 
+@program("masked", lambda: (with_values(logits(), r2=-math.inf), 0.3 + some(), logits(seed=3)))
+def a_shard_with_nothing_in_a_row(x: Tensor, temperature: Tensor, weight: Tensor) -> Tensor:
+    y = x / temperature[:, None]
+    top = torch.maximum(y.amax(-1), 1 / temperature)
+    exponentials = (y - top[:, None]).exp()
+    return (exponentials / (exponentials.sum(-1) + 0.5)[:, None] * weight).sum(-1)
+
+
 @program("zero factor", lambda: (logits(), some().float(), tokens(), logits(seed=3)))
 def log_probs_of_shards_times_zero(x: Tensor, scale: Tensor, target: Tensor, w: Tensor) -> Tensor:
     y = x * scale[:, None]
