@@ -33,14 +33,14 @@ def share_heads(graph: Graph, min_vocab: int) -> int:
     Returns:
         How many matmuls are gone.
     """
-    heads = [head.node for head in heads_of(graph, min_vocab)]
+    heads = {head.node for head in heads_of(graph, min_vocab)}
     if len(heads) < 2:
         return 0
     operands = {each for head in heads for each in head.all_input_nodes}
     changeable = descendants([*heads, *operands])
     if any(is_change(n) and not changeable.isdisjoint(n.all_input_nodes) for n in graph.nodes):
         return 0
-    made = set(heads)  # and what is made of them
+    made = heads.copy()  # and what is made of them
     known: dict[Any, Node] = {}
     shared = 0
     for node, mode in _with_modes(graph):

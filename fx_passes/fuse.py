@@ -81,11 +81,11 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
 # A walk takes every wide floating value that it does not understand for a root, since only the values that follow say
 # what is a root and what pays. Then it is judged, and walked again with the accepted roots only: a value that was over
 # a refused root is an ordinary node now, and may be a root itself, or an operand that a rule refuses. That can change
-# the verdict on others, so it goes on until the accepted roots are those that were walked with: what is rewritten is
-# what was judged. Roots only ever leave, unless a value that the graph returns changed (`logits / t`) is found to be
-# better read as it is (a barrier), or logits that forward changes turn out to be read in backward: then all begins
-# anew, with one barrier more or one root less. That can happen finitely often; the programs of the tests need two or
-# three rounds. Where `MAX_ROUNDS` are not enough, the graph stays as it was.
+# the verdict on others, so it goes on until the accepted roots are all that a rule was asked about: another walk would
+# be the same, so what is rewritten is what was judged. Roots only ever leave, unless a value that the graph returns
+# changed (`logits / t`) is found to be better read as it is (a barrier), or logits that forward changes turn out to be
+# read in backward: then all begins anew, with one barrier more or one root less. That can happen finitely often; the
+# programs of the tests need one to three rounds. Where `MAX_ROUNDS` are not enough, the graph stays as it was.
 
 
 @dataclass
@@ -106,13 +106,13 @@ class _Rounds:
             self.barriers |= returned
             self.only = None
             return False
-        if self.only == verdict.accepted:
+        self.only = verdict.accepted
+        if walk.account.asked <= verdict.accepted:
             read = _read_in_backward(walk) & verdict.accepted
             if read:
                 self.changes = self.changes.without(read)
                 self.only = None
             return not read
-        self.only = verdict.accepted
         return not self.only
 
 
@@ -206,7 +206,8 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
 
     emitter, config = walk.context.emitter, walk.context.config
     merged = merge(graph, emitter.fake_mode, is_wide, config.merge_collectives)
-    tidy(graph)
+    if merged.before:
+        tidy(graph)
     _leave_out_unread_statistics(graph)
     graph.lint()
     return merged

@@ -106,13 +106,17 @@ def inplace(
         consume_logits: whether the caller lets us overwrite logits that are inputs of the compiled function.
         recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
     """
-    decisions = []
-    for node in graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default):
+    decisions: list[Decision] = []
+    gradients = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default)
+    if not gradients:
+        return decisions
+    aliases = Aliases(graph)
+    for node in gradients:
         reason = ""
         owner: Owner = ""
         after: list[Node] = []
         try:
-            owner, after = _check(graph, node, donated, consume_logits)
+            owner, after = _check(graph, aliases, node, donated, consume_logits)
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
@@ -121,11 +125,12 @@ def inplace(
             reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
-            _rewrite(graph, node, owner, after)
+            aliases.replaced(node, _rewrite(graph, node, owner, after))
     return decisions
 
 
-def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> None:
+def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> Node:
+    """Puts the operator in the place of `node`; the gradient from now on."""
     x, terms, affine, index, weight, softmax, _, region = node.args
     assert isinstance(x, Node), node
     if not owner:
@@ -135,7 +140,7 @@ def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> None:
                 (x, terms, affine, index, weight, softmax, region),
             )
         write.meta = {**node.meta, "val": None}
-        node.replace_all_uses_with(x)
+        gradient = x
     else:
         others = _others(graph, x) if owner == "caller" else []
         with graph.inserting_before(node):
@@ -149,8 +154,10 @@ def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> None:
                 },
             )
         write.meta = dict(node.meta)
-        node.replace_all_uses_with(write)
+        gradient = write
+    node.replace_all_uses_with(gradient)
     graph.erase_node(node)
+    return gradient
 
 
 def _others(graph: Graph, x: Node) -> list[Node]:
@@ -163,14 +170,13 @@ def _others(graph: Graph, x: Node) -> list[Node]:
 
 
 def _check(
-    graph: Graph, node: Node, donated: set[Node], consume_logits: Consume
+    graph: Graph, aliases: Aliases, node: Node, donated: set[Node], consume_logits: Consume
 ) -> tuple[Owner, list[Node]]:
     """Who owns the logits, see `Owner`; and where that is asked at run time, what has to run before."""
     x = node.args[0]
     assert isinstance(x, Node), node
-    aliases = Aliases(graph)
     _check_layout(x, node)
-    _check_readers(graph, aliases, x, node)
+    _check_readers(aliases, x, node)
     owner = _owner(graph, aliases, x, donated, consume_logits)
     return owner, list(_unordered(aliases, x, node)) if owner else []
 
@@ -218,9 +224,7 @@ def _is_kernel(node: Node) -> bool:
     return own or target in MATMULS
 
 
-def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    before = ancestors([node])
+def _check_readers(aliases: Aliases, x: Node, node: Node) -> None:
     for alias in aliases.of(x):
         if alias is not x and alias in node.all_input_nodes:
             raise _Refused("the gradient's coefficients alias the logits")
@@ -229,9 +233,9 @@ def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
                 raise _Refused("the logits leave the backward graph")
             if user is node or aliases.only_views(user, x):
                 continue
-            if order[user] > order[node]:
+            if user > node:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
-            if not _is_kernel(user) and not descendants([user], node) <= before:
+            if not _is_kernel(user) and not descendants([user], node) <= ancestors([node]):
                 raise _Refused(
                     f"the logits are read at {source_of(user) or user.name}, for later use"
                 )
@@ -239,9 +243,11 @@ def _check_readers(graph: Graph, aliases: Aliases, x: Node, node: Node) -> None:
 
 def _unordered(aliases: Aliases, x: Node, node: Node) -> Iterator[Node]:
     """Results that tell that the readers of the logits which the gradient does not depend on have run."""
-    before = ancestors([node])
-    for reader in dict.fromkeys(user for alias in aliases.of(x) for user in alias.users):
-        if reader is node or reader in before or aliases.only_views(reader, x):
+    users = dict.fromkeys(user for alias in aliases.of(x) for user in alias.users)
+    readers = [user for user in users if user is not node and not aliases.only_views(user, x)]
+    before = ancestors([node]) if readers else set()
+    for reader in readers:
+        if reader in before:
             continue
         results = [r for r in (reader, *reader.users) if isinstance(value(r), torch.Tensor)]
         if not results:

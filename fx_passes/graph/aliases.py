@@ -55,7 +55,15 @@ class Aliases:
 
     def of(self, node: Node) -> list[Node]:
         """All that may share memory with `node`, itself included, in the order of the graph."""
-        return self._members[self._memory(node)]
+        return self._members.get(self._memory(node), [node])
+
+    def replaced(self, old: Node, new: Node) -> None:
+        """`new` has taken the place of `old`, which is gone from the graph."""
+        together = {*self.of(old), *self.of(new)} - {old}
+        for node in (old, new):
+            self._members.pop(self._memory(node), None)
+        self._join(old, new)
+        self._members[self._memory(new)] = sorted(together)
 
     def share(self, left: Node, right: Node) -> bool:
         return self._memory(left) is self._memory(right)
@@ -66,8 +74,9 @@ class Aliases:
 
     def _memory(self, node: Node) -> Node:
         """One node for all that may share memory."""
-        while self._parent[node] is not node:
-            self._parent[node] = node = self._parent[self._parent[node]]
+        parent = self._parent
+        while parent.setdefault(node, node) is not node:  # a new node has memory of its own
+            parent[node] = node = parent[parent[node]]
         return node
 
     def _join(self, left: Node, right: Node) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -37,11 +37,7 @@ def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = Fa
     """What runs once `replacements` are in place; `forward`: for what forward returns only."""
     output = graph.output_node()
     returned = [n for n in output.all_input_nodes if not (forward and is_backward(n))]
-    effects = [
-        n
-        for n in graph.nodes
-        if n.op == "call_function" and n.is_impure() and not (forward and is_backward(n))
-    ]
+    effects = [n for n in _effects(graph) if not (forward and is_backward(n))]
     stack = [replacements.get(node, node) for node in returned] + effects
     found = {output, *stack}
     while stack:
@@ -51,6 +47,22 @@ def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = Fa
                 found.add(arg)
                 stack.append(arg)
     return found
+
+
+def _effects(graph: Graph) -> Iterator[Node]:
+    """What runs whoever needs it. Torch takes long to tell, so it is asked once for each operator."""
+    known: dict[object, bool] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):  # its arguments may decide
+            impure = node.is_impure()
+        elif node.target in known:
+            impure = known[node.target]
+        else:
+            impure = known[node.target] = node.is_impure()
+        if impure:
+            yield node
 
 
 def tidy(graph: Graph) -> None:

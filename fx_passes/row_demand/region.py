@@ -108,7 +108,7 @@ def _rows_of(node: Node) -> Any:
 def region_of(head: Head) -> Region | None:
     """None where the rows have to be made as they are written."""
     region = Region(head)
-    for node in _after(head.node):
+    for node in sorted(descendants([head.node]) - {head.node}):
         _enter(region, node)
     if not _bounded(region) or not region.boundary or not _pays(region):
         return None

@@ -28,6 +28,7 @@ class Account:
     Attributes:
         replacements: the new node that takes the place of a node of the user's.
         row_values: nodes of the user's that are a number per row: the report's label, and the root.
+        asked: roots that a rule was asked about, other than how to view them; any others are as if they were none.
         softmax_roots: roots over which a softmax is taken.
         gradients: every `row_grad` that was emitted, and its root.
         leaving: new nodes that are a full-vocabulary value where it leaves, and what it is.
@@ -42,6 +43,7 @@ class Account:
 
     replacements: dict[Node, Node] = field(default_factory=dict)
     row_values: dict[Node, tuple[str, Node]] = field(default_factory=dict)
+    asked: set[Node] = field(default_factory=set)
     softmax_roots: set[Node] = field(default_factory=set)
     gradients: dict[Node, Node] = field(default_factory=dict)
     leaving: dict[Node, Leaving] = field(default_factory=dict)

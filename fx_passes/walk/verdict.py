@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,47 +29,51 @@ def judge(walk: Walk) -> Verdict:
     """In a graph with collectives forward alone decides: a rank that needs no gradient has no more than that, and all
     ranks must exchange the same.
     """
-    account, roots = walk.account, walk.context.roots
+    account = walk.account
     forward = any(map(is_collective, walk.graph.nodes))
-    before = computed(walk.graph, {}, forward)
+    before = computed(walk.graph, {}, forward) if forward else None
     after = computed(walk.graph, account.replacements, forward)
+    read = {of for node, (_, of) in account.row_values.items() if used_by_user(walk, node, after)}
+    counts = _counts(walk, before, after)
     accepted: set[Node] = set()
     refused: dict[Node, str] = {}
     for root in sorted(account.softmax_roots):
-        values = [node for node, (_, of) in account.row_values.items() if of is root]
-        found, left = _count(walk, root, before if forward else None, after)
-        if not any(used_by_user(walk, node, after) for node in values):
+        found, left = counts[root]
+        if root not in read:
             refused[root] = "no value per row leaves: its softmax is used in full"
         elif root in account.doubtful:
             refused[root] = "a value per row is compared with full-vocabulary values that stay"
         elif left >= found:
             refused[root] = f"{left} full-vocabulary values would be left of {found}"
         else:
-            accepted |= {root, *(ally for ally, of in roots.allies.items() if of is root)}
-    return Verdict(frozenset(accepted), refused)
+            accepted.add(root)
+    allies = {ally for ally, of in walk.context.roots.allies.items() if of in accepted}
+    return Verdict(frozenset(accepted | allies), refused)
 
 
 def used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
     return any(user in live and not walk.context.emitter.made(user) for user in node.users)
 
 
-def _count(walk: Walk, root: Node, before: set[Node] | None, after: set[Node]) -> tuple[int, int]:
-    """Full-vocabulary values of one root before and after; gradients that leave are not counted."""
-    account = walk.account
-    refused = _refused_over(walk, {root})
-    mine = [
-        node
-        for node in wide_values(walk)
-        if (walk.root(node) is root or node in refused) and (before is None or node in before)
-    ]
-    left = [node for node in mine if node in after and node not in account.replacements]
-    new = [
-        node
-        for node, of in account.gradients.items()
-        if of is root and node in after and not is_backward(node)
-    ]
-    gone = leaving_gradients(walk)
-    return len([node for node in mine if node not in gone]), len(left) + len(new)
+def _counts(
+    walk: Walk, before: set[Node] | None, after: set[Node]
+) -> Mapping[Node, tuple[int, int]]:
+    """Full-vocabulary values of each root before and after; gradients that leave are not counted."""
+    account, gone = walk.account, leaving_gradients(walk)
+    refused = _refused_over(walk, account.softmax_roots)
+    found: Counter[Node | None] = Counter()
+    left: Counter[Node | None] = Counter(
+        of for node, of in account.gradients.items() if node in after and not is_backward(node)
+    )
+    for node in wide_values(walk):
+        if before is not None and node not in before:
+            continue
+        roots = {walk.root(node), *refused.get(node, ())}
+        if node not in gone:
+            found.update(roots)
+        if node in after and node not in account.replacements:
+            left.update(roots)
+    return {root: (found[root], left[root]) for root in account.softmax_roots}
 
 
 def wide_values(walk: Walk) -> set[Node]:
@@ -102,10 +107,13 @@ def looks_wide(node: Node, roots: Iterable[Node]) -> bool:
     return len(shape) >= 2 and any(same(shape[-1], shape_of(root)[-1]) for root in roots)
 
 
-def _refused_over(walk: Walk, roots: set[Node]) -> set[Node]:
-    """Nodes that a rule refused, before the gradient left: what the user does to the gradient then is not ours."""
-    refusals = walk.account.refusals
-    return {each.node for each in refusals if each.roots & roots and not is_backward(each.node)}
+def _refused_over(walk: Walk, roots: set[Node]) -> dict[Node, set[Node]]:
+    """Nodes that a rule refused over `roots`, before the gradient left: what the user does to that then is not ours."""
+    found: dict[Node, set[Node]] = {}
+    for each in walk.account.refusals:
+        if each.roots & roots and not is_backward(each.node):
+            found.setdefault(each.node, set()).update(each.roots)
+    return found
 
 
 def _is_known(meaning: Result) -> bool:

@@ -41,6 +41,8 @@ from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
 
+_MOVES = VIEWS - {aten.select.int}  # which may select a column, a number per row
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -117,10 +119,12 @@ class Walk:
 
     def _apply_rule(self, node: Node, args: Any, kwargs: Any) -> Result:
         rule = self.tables.rules.get(node.target)
-        meets = bool(full_vocabulary((args, kwargs)))
-        if rule is not None and (meets or isinstance(rule, Starts)):
+        wide = full_vocabulary((args, kwargs))
+        if rule is not None and (wide or isinstance(rule, Starts)):
+            if node.target not in _MOVES:
+                self.account.asked |= self._roots_of(wide)
             return rule(self.context, node, *args, **kwargs)
-        if meets:
+        if wide:
             raise Refused(f"no rule for {node.target} on a full-vocabulary value")
         return None
 
@@ -164,12 +168,15 @@ class Walk:
         return result.node
 
     def _refuse(self, node: Node, reason: str, operands: object) -> None:
-        xs = [logits_of(each) for each in full_vocabulary(operands)]
-        roots = frozenset(self.context.roots.root_of[x] for x in xs if x is not None)
+        roots = self._roots_of(full_vocabulary(operands))
         if roots:
             self.account.refusals.append(Refusal(node, reason, roots))
         if node.target in COMPARISONS and any(map(self._is_replaced, node.all_input_nodes)):
             self.account.doubtful |= roots
+
+    def _roots_of(self, wide: list[Form | Mask]) -> frozenset[Node]:
+        xs = map(logits_of, wide)
+        return frozenset(self.context.roots.root_of[x] for x in xs if x is not None)
 
     def _is_replaced(self, node: Node) -> bool:
         """A number per row that is computed otherwise than the user does, seen through views and copies."""

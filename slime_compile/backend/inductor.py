@@ -133,10 +133,10 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
     donated = donated_inputs(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")
     places = tuple(i for i, node in enumerate(placeholders) if node in donated)
-    planned = copied(gm.graph)
-    run_inplace(planned, donated_inputs(planned), options, record)
     nodes = fused_nodes(gm.graph)
     if nodes:
+        planned = copied(gm.graph)
+        run_inplace(planned, donated_inputs(planned), options, record)
         set_region(nodes, record.placements_region())
         keep_saved(gm.graph, options)
         gm.recompile()

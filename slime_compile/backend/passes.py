@@ -85,15 +85,16 @@ def _guarded(
     what: str, graph: Graph, options: Options, record: Record, edit: Callable[[], None]
 ) -> None:
     """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True."""
-    before = copied(graph)
+    module = graph.owning_module
+    before = None if module is None or options.strict else copied(graph)
     try:
         edit()
         graph.lint()
     except Exception as error:
         if options.strict:
             raise
-        if graph.owning_module is not None:
-            graph.owning_module.graph = before
+        if module is not None and before is not None:
+            module.graph = before
         cause = f"{type(error).__name__}: {error}"
         record.fail(f"{what} failed: {cause}")
         _log_failure(what, cause)

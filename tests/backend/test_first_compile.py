@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +16,20 @@ import fx_passes
 from tests.support.processes import run_python
 
 IMPORTS = """
-import time, torch, torch._dynamo, torch._inductor.compile_fx, torch.distributed._functional_collectives
+import sys, time, torch, torch._dynamo, torch._inductor.compile_fx, torch.distributed._functional_collectives
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
 began = time.process_time()
 import slime_compile.backend
 print(time.process_time() - began)
 """
 
 
-def test_imports_take_less_than_a_third_of_a_second() -> None:
-    """On top of what inductor imports; 0.2 s of CPU time on a busy machine. The better of two."""
-    assert min(float(run_python(IMPORTS)) for _ in range(2)) < 0.3
+def test_imports_take_less_than_a_third_of_a_second(tmp_path: Path) -> None:
+    """On top of what inductor imports, with bytecode, as an installed package has: the first of three writes it.
+
+    0.15 to 0.22 s of CPU time on a busy machine.
+    """
+    assert min(float(run_python(IMPORTS, str(tmp_path))) for _ in range(3)) < 0.3
 
 
 def chunked(pieces: int) -> Any:
@@ -39,7 +44,7 @@ def chunked(pieces: int) -> Any:
 
 
 def test_calls_grow_with_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python calls in `fuse` per node of the graph: 2683, 2694, 2718 for 8, 16, 32 pieces with entropies."""
+    """Python calls in `fuse` per node of the graph: 1497, 1500, 1509 for 8, 16, 32 pieces with entropies."""
     calls: list[float] = []
     plain = fx_passes.fuse
 

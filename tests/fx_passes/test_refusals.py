@@ -519,11 +519,11 @@ def test_a_size_that_the_graph_does_not_compute() -> None:
 
 
 def test_rounds_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A softmax's root is judged after the first walk and rewritten after the second."""
+    """Beside a value that rules are asked about, and that is no root, a softmax is rewritten after a second walk."""
     s = Scratch(torch.float32)
-    x = s.input("logits", (3, VOCAB))
+    x, other = s.input("logits", (3, VOCAB)), s.input("rows", (3, VOCAB))
     total = s.call(aten.sum.dim_IntList, exponential(s, x), [-1])
-    s.graph.output((total,))
+    s.graph.output((total, s.call(aten.neg.default, other)))
     before = described(s)
     monkeypatch.setitem(fuse.__globals__, "MAX_ROUNDS", 1)
     outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
