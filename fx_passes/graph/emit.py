@@ -56,6 +56,7 @@ class Emitter:
         self.packed: dict[Node, Node] = {}
         self.known_sizes: dict[Any, Node] = {}
         self._shared: dict[Hashable, Node] = {}
+        self._pure: dict[Target, bool] = {}  # torch takes long to tell
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -64,7 +65,11 @@ class Emitter:
         fake = value(node)
         if isinstance(fake, torch.SymInt):
             self.known_sizes.setdefault(fake.node.expr, node)
-        if node.op != "call_function" or not isinstance(fake, torch.Tensor) or not is_pure(node):
+        if node.op != "call_function" or not isinstance(fake, torch.Tensor):
+            return node
+        if node.target not in self._pure:
+            self._pure[node.target] = is_pure(node)
+        if not self._pure[node.target]:
             return node
         first = self._shared.setdefault(self._key(node.target, node.args, node.kwargs), node)
         self.represents[node] = first

@@ -168,11 +168,12 @@ def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome
     heads = [n for n in graph.nodes if is_head(n) and has_statistics(n)]
     pieces = pieces_of(heads, config.chunk_bytes)
     rejections += pieces.left
+    changed = changed_inputs(graph) if heads else set()
     for node in heads:
         emit = Emitter(graph, fake_mode)
         with graph.inserting_before(graph.output_node()):
             try:
-                told = _rewritten(graph, node, emit, config, node in pieces.kept)
+                told = _rewritten(node, emit, config, node in pieces.kept, changed)
             except Refused as refused:
                 emit.discard()
                 rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
@@ -185,9 +186,12 @@ def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome
 
 
 def _rewritten(
-    graph: Graph, node: Node, emit: Emitter, config: LinearConfig, piece: bool
+    node: Node, emit: Emitter, config: LinearConfig, piece: bool, changed: set[Node]
 ) -> Chunked | None:
     """The rewrite of one matmul, done; None where its logits are no more than a chunk, and no `piece` of more.
+
+    Args:
+        changed: values that share memory with inputs that the function changes.
 
     Raises:
         Refused: before anything is edited.
@@ -198,11 +202,11 @@ def _rewritten(
     softcap = made_of(node)[1]
     readers = readers_of(node, capped=softcap is not None)
     tainted = descendants(readers.sizes)
-    for each in graph.nodes:
+    for each in node.graph.nodes:
         if each not in tainted:
             emit.adopt(each)
     head = head_of(node, emit)
-    _check_unchanged(graph, head)
+    _check_unchanged(head, changed)
     products = {grad: _products(grad, head, readers.derivative, emit) for grad in readers.grads}
     rewrite = Rewrite(emit, head, config.chunk_bytes)
     waits = _emit(rewrite, readers, products, sizes, config, piece)
@@ -259,9 +263,8 @@ def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConf
         raise NotInForward(f"that would keep a sum of {mib:,.0f} MiB, more than a chunk may have")
 
 
-def _check_unchanged(graph: Graph, head: Head) -> None:
+def _check_unchanged(head: Head, changed: set[Node]) -> None:
     """Backward makes the logits again, after what forward has written over inputs; so may forward, which is moved."""
-    changed = changed_inputs(graph)
     if changed.intersection((head.hidden.base, head.weight.base, head.bias)):
         reason = "the function changes in place what makes the logits, which may be read when it is changed"
         raise Refused(reason, head.root)
