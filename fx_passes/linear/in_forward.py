@@ -23,6 +23,7 @@ time. Leading dimensions, [B, S] or [N], are one there.
 from __future__ import annotations
 
 import json
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +94,7 @@ def in_forward(
         builder.cells(values, [_MULTIPLE]),  # type: ignore[arg-type]
     ]
     text = json.dumps({"values": builder.values, "results": results}, separators=(",", ":"))
+    text = urllib.parse.quote(text, safe="{}[]:,/ ")  # inductor's C++ wrapper escapes no quotes
     return RowProgram(text, tuple(builder.inputs), reached[0])
 
 

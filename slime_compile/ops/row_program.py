@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,7 +36,7 @@ class Chunk:
 @functools.lru_cache(maxsize=64)
 def compiled(text: str) -> Callable[[Chunk], Coefficients]:
     """The function of a program's text: coefficients (terms, affine, index, values) of a chunk's rows."""
-    program = json.loads(text)
+    program = json.loads(urllib.parse.unquote(text))
     steps = [_STEPS[kind](*rest) for kind, *rest in program["values"]]
     terms, affine, index, values = program["results"]
 

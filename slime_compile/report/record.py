@@ -6,7 +6,8 @@ NOTE [How a report survives the compile cache]
 On a hit in torch's compile cache no pass runs. So the report of a graph, as compact JSON, is the `region` argument of
 its first fused operator, is thereby part of the generated code, and comes back when the operator is called: the first
 call of loaded code tells which regions are its own. Where forward has no fused operator (backward recomputes all), the
-graph that Dynamo asked us to compile tells by its `identity`. Lines are those of this process: a region says at which
+graph that Dynamo asked us to compile tells by its `identity`. Quotes are written as in an address, since inductor's C++
+wrapper puts text between quotes as it is (torch 2.13). Lines are those of this process: a region says at which
 node of Dynamo's graph each of its lines was found.
 """
 
@@ -14,6 +15,7 @@ import collections
 import dataclasses
 import json
 import logging
+import urllib.parse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -115,7 +117,8 @@ class Record:
         return self._region({"in_place": [_compiled(p) for p in self.placements], "at": at})
 
     def _region(self, fields: dict[str, Any]) -> str:
-        return json.dumps({"id": self.identity, **fields}, separators=(",", ":"), sort_keys=True)
+        text = json.dumps({"id": self.identity, **fields}, separators=(",", ":"), sort_keys=True)
+        return urllib.parse.quote(text, safe="{}[]:,/ ")
 
     def result(self) -> GraphReport:
         if self.traced:
@@ -218,7 +221,8 @@ def _uncounted(placements: Iterable[Placement]) -> list[str]:
 
 def _parsed(regions: Iterable[str]) -> list[dict[str, Any]]:
     """Ours; who calls an operator by hand may name its region as they like."""
-    return [json.loads(region) for region in regions if region.startswith('{"')]
+    ours = (region for region in regions if region.startswith("{%22"))
+    return [json.loads(urllib.parse.unquote(region)) for region in ours]
 
 
 def _merged(
