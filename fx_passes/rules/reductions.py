@@ -143,18 +143,17 @@ def _affine_sum(c: Context, form: Form) -> Poly:
 def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     """sum_v exp(y - c)(a + b y) = exp(max + log_sum - c) (a + b (mean + max))."""
     assert form.x is not None
-    stats = c.stats(form, term.scale)
-    weighted = c.statistics.centered(form.x, term.a + term.b * (stats.mean + stats.max))
-    height = stats.max - term.shift
-    if (height + stats.log_sum).is_zero:
-        return weighted
-    dtype = compute_dtype(form.x)
+    stats, dtype = c.stats(form, term.scale), compute_dtype(form.x)
     around = near(c, form, term.scale, term.shift)
     apart = stats.peak - around.center
     if not around.center.is_zero and not apart.is_zero:
         apart = Poly.atom(c.rows.emit_node(apart, dtype, form.x))
-    exact = apart * term.scale + (around.value - term.shift)
-    mass = c.mass(height, stats.log_sum, form.x, exact)
+    top = apart * term.scale + around.value  # max, near to what is subtracted from it
+    weighted = c.statistics.centered(form.x, term.a + term.b * (stats.mean + top))
+    height = stats.max - term.shift
+    if (height + stats.log_sum).is_zero:
+        return weighted
+    mass = c.mass(height, stats.log_sum, form.x, top - term.shift)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
     null = c.emitter.call(aten.eq.Scalar, mass, 0)
