@@ -89,7 +89,8 @@ def check(fn: Loss, inner: str, batch: int = BATCH, dtype: torch.dtype = torch.f
         torch._dynamo.reset()
         options = {**harness.OPTIONS, "inner": inner, "consume_logits": consume}
         compiled = torch.compile(fn, backend="slime_fused", options=options)
-        gradient(compiled, batch, dtype)  # weak references of Dynamo's may lead to what it was compiled with
+        # weak references of Dynamo's may lead to the logits that it was compiled with
+        gradient(compiled, batch, dtype)
         once = _placement().over
         found = gradient(compiled, batch, dtype)
         torch.testing.assert_close(found, wanted)
