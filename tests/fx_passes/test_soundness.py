@@ -634,21 +634,6 @@ def probabilities_of_large_logits(x: Tensor, temperature: Tensor, target: Tensor
     return (x.expm1() / temperature[:, None]).softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
-@program("precision", lambda: (logits(offset=1000),))
-def log_probs_without_their_mean(x: Tensor) -> Tensor:
-    """What is reduced from a rounded value cancels its rounding."""
-    log_p = x - x.logsumexp(-1, keepdim=True)
-    return (log_p - log_p.mean(-1, keepdim=True))[:, -1:]
-
-
-@program("precision", lambda: (with_values(logits(), r0c3=LOWEST, r3c0=LOWEST), some()))
-def divergence_of_shifted_logits(x: Tensor, keep: Tensor) -> Tensor:
-    """Far below, the shift swallows the logits in eager code."""
-    kept = x * keep[:, None]
-    shifted = (x - x.mean(-1, True)).log_softmax(-1).log_softmax(-1)
-    return (kept.softmax(-1) * (kept.log_softmax(-1) - shifted)).sum(-1)
-
-
 @program("overflow", lambda: (logits(offset=1000),))
 def exponentials_times_their_logits(x: Tensor) -> Tensor:
     return (x.exp() * x).sum(-1)
