@@ -139,7 +139,7 @@ class Context:
 
     def mass(self, height: Poly, log_sum: Poly, x: Node, exact: Poly | None = None) -> Node:
         """exp(height + log_sum), a row's sum of exponentials over `x`; `exact` is how the height is computed."""
-        return self.rows.mass((height, exact or height), log_sum, compute_dtype(x), x)
+        return self.rows.mass(height, log_sum, compute_dtype(x), x, exact)
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ class _Packer:
 def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, Poly, Poly]:
     """(scale, center, shift, a, b) around what y is near to: a + b y = (a + b near) + b (y - near)."""
     assert form.x is not None
-    c.stats(form, term.scale)  # of moved rows, too
+    c.stats(form, term.scale)  # moved rows have those of the rows that they were: `near` finds them
     around = near(c, form, term.scale, term.shift)
     a = c.statistics.centered(form.x, term.a + term.b * around.value)
     return term.scale, around.center, term.shift - around.value, a, term.b

@@ -188,21 +188,21 @@ class RowScalars:
         return self.emitter.reshape(self._representative(argument), self.emitter.sizes(atom))
 
     def mass(
-        self, heights: tuple[Poly, Poly], log_sum: Poly, dtype: torch.dtype, like: Node
+        self, height: Poly, log_sum: Poly, dtype: torch.dtype, like: Node, exact: Poly | None = None
     ) -> Node:
-        """exp(height + log_sum), a row's sum of exponentials; `heights` is what it means and how it is computed.
+        """exp(height + log_sum), a row's sum of exponentials; `exact` is how the height is computed.
 
         Remembered, so that dividing by it is subtracting its log. As a product, since the sum in the exponent would be
         rounded to the places of the larger.
         """
         factors = [
             self.emitter.call(aten.exp.default, self.emit_node(part, dtype, like))
-            for part in (heights[1], log_sum)
+            for part in (height if exact is None else exact, log_sum)
             if not part.is_zero
         ]
         node = factors[0] if len(factors) == 1 else self.emitter.call(aten.mul.Tensor, *factors)
         self.meanings[node] = Poly.atom(node)
-        self.masses[node] = heights[0] + log_sum
+        self.masses[node] = height + log_sum
         return node
 
     def mass_exponent(self, atom: Node) -> Poly | None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_compile.integrations.signatures import arguments_of
+
 __all__ = ["disable", "enable"]
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     if hasattr(home.Actor.forward, "theirs"):
         return True
     version: str = importlib.import_module("importlib.metadata").version("openrlhf")
-    given = {name: _arguments_of(getattr(home, name, None)) for name in _ARGUMENTS}
+    given = {name: arguments_of(getattr(home, name, None)) for name in _ARGUMENTS}
     if given != _ARGUMENTS or not version.startswith("0.11."):
         _log.warning(
             "openrlhf %s is not known here: it must be 0.11, and openrlhf.models.actor must use %s, got %s; nothing was "
@@ -66,10 +68,6 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
         setattr(home, name, getattr(readings, name))
     home.Actor.forward = readings.over(home.Actor.forward)
     return True
-
-
-def _arguments_of(function: Any) -> list[str]:
-    return [] if function is None else list(inspect.signature(function).parameters)
 
 
 def disable() -> None:

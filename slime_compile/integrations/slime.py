@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from slime_compile.deferred.logits import DeferredLogits, with_tensors
+from slime_compile.integrations.signatures import arguments_of
 
 __all__ = ["disable", "enable"]
 
@@ -58,7 +58,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     theirs = {name: getattr(home, name, None) for name in _ARGUMENTS}
     if all(hasattr(function, "theirs") for function in theirs.values()):
         return True
-    given = {name: _arguments_of(function) for name, function in theirs.items()}
+    given = {name: arguments_of(function) for name, function in theirs.items()}
     if given != _ARGUMENTS:
         _log.warning(
             "this slime is not known here: in %s must be %s, got %s; nothing was changed. Compile "
@@ -73,10 +73,6 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     )
     home.get_log_probs_and_entropy = _unscaled(theirs["get_log_probs_and_entropy"])
     return True
-
-
-def _arguments_of(function: Any) -> list[str]:
-    return [] if function is None else list(inspect.signature(function).parameters)
 
 
 def disable() -> None:

@@ -11,13 +11,13 @@ Upstream, a function that `add_fused_lm_head` is given would make this file unne
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime_compile.integrations.signatures import arguments_of
 from slime_compile.rl.linear_log_probs import log_probs_entropy_and_hits
 
 __all__ = ["disable", "enable"]
@@ -25,10 +25,10 @@ __all__ = ["disable", "enable"]
 _log = logging.getLogger(__name__)
 _NAME = "_ChunkedLogProbFunction"
 _OUTPUTS = {"log_probs", "entropy", "mean_logits", "is_top1"}
-_ARGUMENTS = (
+_ARGUMENTS = [
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
     "logit_scale", "outputs",
-)  # fmt: skip
+]  # fmt: skip
 
 
 class _OverOurOperators:
@@ -92,7 +92,7 @@ def enable() -> bool:
     theirs: Any = getattr(utils, _NAME, None)
     if isinstance(theirs, _OverOurOperators):
         return True
-    given = () if theirs is None else tuple(inspect.signature(theirs.forward).parameters)
+    given = arguments_of(getattr(theirs, "forward", None))
     if given != _ARGUMENTS:
         _log.warning(
             "trl %s is not known here: trl.trainer.utils.%s.forward must take %s, got %s; nothing was changed. "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -23,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_compile.integrations.signatures import arguments_of
+
 __all__ = ["disable", "enable"]
 
 _log = logging.getLogger(__name__)
 _HOME = "verl.workers.engine.fsdp.transformer_impl"
-_ARGUMENTS = ("self", "output", "output_args", "micro_batch", "logits_processor_func")
+_ARGUMENTS = ["self", "output", "output_args", "micro_batch", "logits_processor_func"]
 _LEFT_TO_VERL = (
     "use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only",
 )  # fmt: skip
@@ -53,7 +54,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     theirs = kind.prepare_model_outputs
     if hasattr(theirs, "theirs"):
         return True
-    given = tuple(inspect.signature(theirs).parameters)
+    given = arguments_of(theirs)
     if given != _ARGUMENTS or not verl.__version__.startswith("0.9."):
         _log.warning(
             "verl %s is not known here: it must be 0.9, and FSDPEngineWithLMHead.prepare_model_outputs must take %s, "

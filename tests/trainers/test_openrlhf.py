@@ -11,6 +11,7 @@ import torch
 
 import slime_compile
 from slime_compile.integrations import openrlhf as integration
+from tests.trainers.checks import check_not_known, check_on_and_off, check_runs
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("openrlhf", "deepspeed", "peft"))),
@@ -37,13 +38,9 @@ def test_the_example(module: Any) -> None:
     before = names()
     runs = module.main(["--steps", str(STEPS)])
     assert names() == before
-    plain = runs["as it is"]
-    assert len(set(plain.losses)) == STEPS  # it trains
     bounds = {"as it is": 4.2, "pair": 1.15, "deferred": 0.25}
-    for way, bound in bounds.items():
-        assert runs[way].losses == pytest.approx(plain.losses, rel=1e-4, abs=1e-6), way
-        assert runs[way].peak_bytes < bound * module.LOGITS_BYTES, way
-    assert plain.peak_bytes > 3.9 * module.LOGITS_BYTES
+    check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, rel=1e-4, abs=1e-6)
+    assert runs["as it is"].peak_bytes > 3.9 * module.LOGITS_BYTES
     assert [run.fused for run in runs.values()] == [0, 2, 2]
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
 
@@ -115,22 +112,11 @@ def test_packed_samples(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_and_off(module: Any) -> None:
-    before = names()
-    assert integration.enable()
-    ours = names()
-    assert integration.enable()
-    assert names() == ours
-    assert not any(mine is other for mine, other in zip(ours, before, strict=True))
-    integration.disable()
-    assert names() == before
+    check_on_and_off(integration, names)
 
 
 def test_another_openrlhf(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     import openrlhf.models.actor as home
 
     monkeypatch.setattr(home, "compute_entropy", lambda logits, chunk: None)
-    before = names()
-    assert not integration.enable()
-    assert names() == before
-    assert "is not known here" in caplog.text
-    assert "nothing was changed" in caplog.text
+    check_not_known(integration, names, caplog)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slime_compile.integrations import slime as integration
+from tests.trainers.checks import check_not_known, check_on_and_off, check_runs
 
 pytestmark = pytest.mark.skipif(
     find_spec("slime") is None or find_spec("slime.backends") is None,
@@ -36,13 +37,9 @@ def test_the_example(module: Any) -> None:
     before = names()
     runs = module.main(["--steps", str(STEPS)])
     assert names() == before
-    plain = runs["as it is"]
-    assert len(set(plain.losses)) == STEPS  # it trains
     bounds = {"as it is": 4.4, "loss": 1.8, "deferred": 0.45}
-    for way, bound in bounds.items():
-        assert runs[way].losses == pytest.approx(plain.losses, abs=1e-3), way  # bfloat16
-        assert runs[way].peak_bytes < bound * module.LOGITS_BYTES, way
-    assert plain.peak_bytes > 4 * module.LOGITS_BYTES
+    check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, abs=1e-3)  # bfloat16
+    assert runs["as it is"].peak_bytes > 4 * module.LOGITS_BYTES
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
     assert runs["loss"].fused == runs["deferred"].fused == 2
 
@@ -60,22 +57,12 @@ def test_float32(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_and_off(module: Any) -> None:
-    before = names()
-    assert integration.enable()
-    ours = names()
-    assert integration.enable()
-    assert names() == ours
-    assert not any(mine is other for mine, other in zip(ours, before, strict=True))
-    integration.disable()
-    assert names() == before
+    check_on_and_off(integration, names)
 
 
 def test_another_slime(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     import slime.backends.megatron_utils.loss as home
 
     monkeypatch.setattr(home, "get_log_probs_and_entropy", lambda logits, tokens: None)
-    before = names()
-    assert not integration.enable()
-    assert names() == before
+    check_not_known(integration, names, caplog)
     assert "this slime is not known here" in caplog.text
-    assert "nothing was changed" in caplog.text

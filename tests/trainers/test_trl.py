@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("trl", reason="trl is not installed; make test-trainers does")
 
 from slime_compile.integrations import trl as integration
+from tests.trainers.checks import check_not_known
 
 STEPS = 4  # of GRPO two rollouts, each used twice
 N, V, D = 65, 1040, 8
@@ -87,10 +88,7 @@ def test_another_trl(utils: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -
             return hidden
 
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
-    assert not integration.enable()
-    assert utils._ChunkedLogProbFunction is Other
-    assert "is not known here" in caplog.text
-    assert "nothing was changed" in caplog.text
+    check_not_known(integration, lambda: [utils._ChunkedLogProbFunction], caplog)
 
 
 # what the peaks of TRL and of ours are held against, in logits; the metrics that the trainer logs

@@ -18,9 +18,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 import slime_compile
 from slime_compile.integrations import verl as integration
+from tests.trainers.checks import check_not_known, check_on_and_off, check_runs
 
 STEPS = 3
 KIND: Any = FSDPEngineWithLMHead
+
+
+def names() -> list[Any]:
+    return [KIND.prepare_model_outputs]
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +39,9 @@ def as_it_was() -> Iterator[None]:
 def test_the_example(example: Callable[[str], Any]) -> None:
     actor = example("verl_actor")
     runs = actor.main(["--steps", str(STEPS)])
-    plain = runs["as it is"]
-    assert len(set(plain.losses)) == STEPS  # it trains
     bounds = {"as it is": 3.2, "pair": 1.2, "deferred": 0.3}
-    for way, bound in bounds.items():
-        assert runs[way].losses == pytest.approx(plain.losses, rel=1e-4, abs=1e-6), way
-        assert runs[way].peak_bytes < bound * actor.LOGITS_BYTES, way
-    assert plain.peak_bytes > 2.9 * actor.LOGITS_BYTES
+    check_runs(runs, STEPS, bounds, actor.LOGITS_BYTES, rel=1e-4, abs=1e-6)
+    assert runs["as it is"].peak_bytes > 2.9 * actor.LOGITS_BYTES
     assert [run.fused for run in runs.values()] == [0, 2, 2]
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
 
@@ -112,19 +113,12 @@ def test_old_log_probs(in_eval: bool, example: Callable[[str], Any]) -> None:
 
 
 def test_on_and_off() -> None:
-    before = KIND.prepare_model_outputs
-    assert integration.enable()
-    ours = KIND.prepare_model_outputs
-    assert integration.enable()
-    assert KIND.prepare_model_outputs is ours is not before
+    check_on_and_off(integration, names)
 
 
 def test_another_verl(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     import verl as package
 
-    before = KIND.prepare_model_outputs
     monkeypatch.setattr(package, "__version__", "1.0.0")
-    assert not integration.enable()
-    assert KIND.prepare_model_outputs is before
+    check_not_known(integration, names, caplog)
     assert "verl 1.0.0 is not known here" in caplog.text
-    assert "nothing was changed" in caplog.text

@@ -147,8 +147,7 @@ def test_a_sum_of_exponentials_is_remembered() -> None:
     """So that dividing by it is taking its log away."""
     r = Read()
     height, log_sum = r.row(), r.row()
-    meant = Poly.atom(height)
-    mass = r.rows.mass((meant, meant), Poly.atom(log_sum), torch.float32, height)
+    mass = r.rows.mass(Poly.atom(height), Poly.atom(log_sum), torch.float32, height)
     assert r.rows.mass_exponent(mass) == Poly.atom(height) + Poly.atom(log_sum)
     assert r.rows.mass_exponent(height) is None
     assert r.rows.is_positive(Poly.atom(mass))

@@ -1,0 +1,46 @@
+"""What the tests of several trainers ask alike: of the runs of an example, and of an integration's two functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+Names = Callable[[], list[Any]]
+"""What an integration puts functions in the place of, as it is now."""
+
+
+def check_runs(
+    runs: Mapping[str, Any],
+    steps: int,
+    bounds: Mapping[str, float],
+    logits_bytes: int,
+    **near: float,
+) -> None:
+    """It trains, the losses are those of the trainer `near` enough (as `pytest.approx`), peaks are below `bounds` N."""
+    plain = runs["as it is"]
+    assert len(set(plain.losses)) == steps
+    for way, bound in bounds.items():
+        assert runs[way].losses == pytest.approx(plain.losses, **near), way
+        assert runs[way].peak_bytes < bound * logits_bytes, way
+
+
+def check_on_and_off(integration: Any, names: Names) -> None:
+    before = names()
+    assert integration.enable()
+    ours = names()
+    assert integration.enable()
+    assert names() == ours
+    assert not any(mine is other for mine, other in zip(ours, before, strict=True))
+    integration.disable()
+    assert names() == before
+
+
+def check_not_known(integration: Any, names: Names, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a package that is another one by now."""
+    before = names()
+    assert not integration.enable()
+    assert names() == before
+    assert "is not known here" in caplog.text
+    assert "nothing was changed" in caplog.text
