@@ -53,7 +53,7 @@ smoke-torch: $(OTHER)/.installed
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
 # these the package alone is installed, and what its losses import. slime is in no registry: SLIME=/path/to/a/checkout.
 TRAINERS := .venv-trainers
-OF_THEIR_LOSSES := ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx
+OF_THEIR_LOSSES := triton ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx
 WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl deepspeed openrlhf
 
 $(TRAINERS)/.installed: pyproject.toml constraints.txt

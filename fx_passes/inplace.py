@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import Aliases, changed_inputs
-from fx_passes.graph.facts import Size, value
+from fx_passes.graph.facts import Size, same_layout, value
 from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
@@ -150,7 +150,7 @@ def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> Node:
                 {
                     **({"others": others} if others else {}),
                     **({"after": after} if after else {}),
-                    **({} if _same_layout(x, node) else {"strided": True}),
+                    **({} if same_layout(value(x), value(node)) else {"strided": True}),
                 },
             )
         write.meta = dict(node.meta)
@@ -185,18 +185,11 @@ def _check_layout(x: Node, node: Node) -> None:
     old, new = value(x), value(node)
     if old.dtype != new.dtype:
         raise _Refused(f"the gradient is {new.dtype}, the logits are {old.dtype}")
-    if _same_layout(x, node):
+    if same_layout(value(x), value(node)):
         return
     leaves_only = all(user.op == "output" for user in node.users)
     if not (leaves_only and _non_overlapping(old)):
         raise _Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
-
-
-def _same_layout(x: Node, node: Node) -> bool:
-    """The stride of a dimension of one element says nothing: Megatron's [1, T, V] has (V, V, 1)."""
-    old, new = value(x), value(node)
-    pairs = zip(old.shape, old.stride(), new.stride(), strict=True)
-    return all(statically_known_true(n == 1) or statically_known_true(a == b) for n, a, b in pairs)
 
 
 def _non_overlapping(logits: torch.Tensor) -> bool:

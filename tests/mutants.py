@@ -586,9 +586,24 @@ MUTANTS = [
             "    if not leaves_only:",
         ),
         (
-            "the stride of a single row counts", "inplace.py", "test_inplace.py single_row",
-            "statically_known_true(n == 1) or ",
+            "the stride of a single row counts", "graph/facts.py", "test_inplace.py single_row",
+            "same(size, 1) or ",
             "",
+        ),
+        (
+            "strides that are read are lost", "walk/walk.py", "walk/test_layouts.py",
+            "            keep_layouts(self.context.emitter, self.account)\n",
+            "",
+        ),
+        (
+            "as_strided reads no strides", "walk/layouts.py", "walk/test_layouts.py",
+            "if user.target in _READ_MEMORY:",
+            "if False:",
+        ),
+        (
+            "gaps are packed", "walk/layouts.py", "walk/test_layouts.py",
+            "if not same_layout(value(old), value(copy)) and",
+            "if False and",
         ),
         (
             "given logits are consumed unasked", "inplace.py", "test_inplace.py",

@@ -22,6 +22,7 @@ from fx_passes.graph.facts import (
     SizeArg,
     hint,
     is_backward,
+    same_layout,
     same_shape,
     shape_of,
     value,
@@ -155,17 +156,24 @@ class Emitter:
             node = self.packed.get(node) or self.represents.get(inner, inner)  # type: ignore[arg-type, assignment]
         if same_shape(shape_of(node), sizes):
             return node
-        if not _viewable(value(node), sizes):
+        if not viewable(value(node), sizes):
             packed = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
             self.packed[packed] = node
             node = packed
         return self.call(aten.view.default, node, list(sizes))
 
     def laid_out_as(self, node: Node, other: Node) -> Node:
-        """`node`, packed where its strides are not those of `other`, which the program's own views rely on."""
-        if same_shape(value(node).stride(), value(other).stride()):
+        """`node`, copied where its strides are not those of `other`; the copy has no gaps and repeats nothing."""
+        if same_layout(value(node), value(other)):
             return node
-        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        strides = [hint(stride) for stride in value(other).stride()]
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        turned = self._permuted(node, order)
+        packed = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self._permuted(packed, [order.index(dim) for dim in range(len(order))])
+
+    def _permuted(self, node: Node, order: list[int]) -> Node:
+        return node if order == sorted(order) else self.call(aten.permute.default, node, order)
 
     def expand(self, node: Node, sizes: Sequence[SizeArg]) -> Node:
         if same_shape(shape_of(node), sizes):
@@ -212,7 +220,7 @@ class Emitter:
         return self.call(aten.where.self, condition, chosen, other)
 
 
-def _viewable(fake: torch.Tensor, sizes: Sequence[SizeArg]) -> bool:
+def viewable(fake: torch.Tensor, sizes: Sequence[object]) -> bool:
     """Whether the kernel of `view` can show the tensor in these sizes; its fake version believes some that it cannot.
 
     Dimensions that lie one behind the other in memory can be cut anew, others keep their borders (ATen's

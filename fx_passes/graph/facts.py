@@ -55,6 +55,12 @@ def same_shape(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(same(x, y) for x, y in zip(left, right, strict=True))
 
 
+def same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal strides. That of a dimension of one element says nothing: Megatron's [1, T, V] has (V, V, 1)."""
+    dims = zip(left.shape, left.stride(), right.stride(), strict=True)
+    return all(same(size, 1) or same(old, new) for size, old, new in dims)
+
+
 def guarded_same(left: object, right: object) -> bool:
     """Equal sizes; where they are for the sizes at hand, a guard makes it certain.
 

@@ -55,7 +55,7 @@ def spell_out(c: Context, account: Account) -> None:
 def _replace(c: Context, account: Account, old: Node, leaving: Leaving) -> None:
     form, new = leaving.form, leaving.node
     at, c.emitter.origin = c.emitter.origin, old
-    spelled = c.emitter.laid_out_as(arithmetic(c, form, value(new).dtype), new)
+    spelled = arithmetic(c, form, value(new).dtype)
     c.emitter.origin = at
     del account.leaving[new]
     account.leaving[spelled] = replace(leaving, node=spelled, operators=())

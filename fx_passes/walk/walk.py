@@ -24,6 +24,7 @@ from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.gradient import row_grad
+from fx_passes.walk.layouts import keep_layouts
 from fx_passes.walk.results import (
     SOFTMAX_LABELS,
     Instead,
@@ -90,6 +91,7 @@ class Walk:
                 self.context.emitter.origin = node
                 self.context.values[node] = self._visit(node)
             spell_out(self.context, self.account)
+            keep_layouts(self.context.emitter, self.account)
 
     def root(self, node: Node) -> Node | None:
         """The root of a full-vocabulary value of the user's."""

@@ -64,7 +64,6 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     logits = 4 * 256 * 16384 * 4
     bounds = {"as it is": 3.2, "loss": 1.15, "deferred": 0.25, "arguments": 0.25}
     check_runs(runs, STEPS, bounds, logits, rel=1e-5)
-    assert len(runs["as it is"].losses) == STEPS
     assert runs.keys() == bounds.keys()
     assert runs["as it is"].peak_bytes > 3 * logits  # there was something to save
     assert [run.fused for run in runs.values()] == [0, 2, 1, 1]
