@@ -521,6 +521,16 @@ MUTANTS = [
             "        around = Near()",
         ),
         (
+            "a masked row's softmax sums to NaN", "walk/context.py", "test_soundness.py masked_whole",
+            "            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))",
+            "            result += Poly.atom(nothing)",
+        ),
+        (
+            "a rounded logsumexp is mixed with exact statistics", "walk/walk.py", "test_soundness.py without_their_mean",
+            "                    if len(poly.terms) > 1 and any(map(rows.is_peak, poly.atoms())):",
+            "                    if False:",
+        ),
+        (
             "an overflowing mass meets its negative", "rules/reductions.py", "test_soundness.py times_their_logits",
             "    product = c.emitter.call(aten.mul.Tensor, mass, c.rows.emit_node(weighted, dtype, form.x))",
             "    product = c.rows.emit_node(Poly.atom(mass) * weighted, dtype, form.x)",

@@ -65,9 +65,8 @@ def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dty
         difference = Poly.atom(c.rows.emit_node(difference, dtype, like))
     if number is not None:
         return difference * scale
-    factor, scaled = (c.rows.emit_node(poly, dtype, like) for poly in (scale, difference * scale))
-    off = c.emitter.call(aten.eq.Scalar, factor, 0)
-    return Poly.atom(c.emitter.where(off, c.rows.emit_node(ZERO, dtype, like), scaled))
+    scaled = c.rows.emit_node(difference * scale, dtype, like)
+    return Poly.atom(c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like)))
 
 
 def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:

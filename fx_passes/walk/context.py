@@ -5,6 +5,7 @@ Nothing here says what becomes of the user's graph; that is `account.py`, which 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import Poly
+from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import (
@@ -130,12 +131,34 @@ class Context:
         return RowValue(result, label, form)
 
     def _not_a_number_where(self, number: Node, form: Form) -> Node:
-        """A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf."""
-        log_sum = self.stats(form, form.exps[0].scale).log_sum
-        nothing = Poly.atom(
-            self.emitter.call(aten.mul.Tensor, self.emit_rows(log_sum, form, number), 0)
+        """A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf.
+
+        As everywhere, a softmax whose factors are zero in a row is not looked at there.
+        """
+        result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
+        for term in form.exps:
+            log_sum = self.emit_rows(self.stats(form, term.scale).log_sum, form, number)
+            nothing = self.emitter.call(aten.mul.Tensor, log_sum, 0)
+            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))
+        return self.emit_rows(result, form, number)
+
+    def where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
+        """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""
+        if any(factor.as_number() for factor in factors):
+            return node
+        off = [
+            self.emitter.call(
+                aten.eq.Scalar, self.rows.emit_node(factor, value(node).dtype, node), 0
+            )
+            for factor in factors
+            if not factor.is_zero
+        ]
+        if not off:
+            return otherwise
+        off_row = functools.reduce(
+            functools.partial(self.emitter.call, aten.logical_and.default), off
         )
-        return self.emit_rows(Poly.atom(number) + nothing, form, number)
+        return self.emitter.where(off_row, otherwise, node)
 
     def mass(self, height: Poly, log_sum: Poly, x: Node, exact: Poly | None = None) -> Node:
         """exp(height + log_sum), a row's sum of exponentials over `x`; `exact` is how the height is computed."""

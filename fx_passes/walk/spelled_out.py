@@ -139,12 +139,12 @@ class _Arithmetic:
         around = affine_center(self.c, self.form)
         rest = e + around.value
         beside = self._plus(self._scaled(f, around.center), rest)
-        return self._where_any([f], beside, self._tensor(rest))
+        return self.c.where_any([f], beside, self._tensor(rest))
 
     def _exponential(self, term: Exp) -> Node:
         """exp(z - shift) (a + b z) with z = scale (x - center); 0 where z is -inf, unless the row has no softmax."""
         scale, center, shift, a, b = coefficients(self.c, self.form, term)
-        z = self._where_any([scale], self._scaled(scale, center), self.zero)
+        z = self.c.where_any([scale], self._scaled(scale, center), self.zero)
         probability = self.call(aten.exp.default, self._plus(z, -shift))
         if b.is_zero:
             weighted = self._times(probability, a)
@@ -155,7 +155,7 @@ class _Arithmetic:
             summed = self._tensor(shift)  # NaN in a row with +inf
             known = self.call(aten.eq.Tensor, summed, summed)
             null = self.call(aten.logical_and.default, null, known)
-        return self._where_any([a, b], self.c.emitter.where(null, self.zero, weighted), self.zero)
+        return self.c.where_any([a, b], self.c.emitter.where(null, self.zero, weighted), self.zero)
 
     def _columns(self, hot: OneHot) -> Iterator[Node]:
         """The weight where the column is an index of the row's."""
@@ -192,17 +192,3 @@ class _Arithmetic:
 
     def _times(self, node: Node, poly: Poly) -> Node:
         return node if poly == ONE else self.call(aten.mul.Tensor, node, self._number_or_node(poly))
-
-    def _where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
-        """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""
-        if any(factor.as_number() for factor in factors):
-            return node
-        off = [
-            self.call(aten.eq.Scalar, self._tensor(factor), 0)
-            for factor in factors
-            if not factor.is_zero
-        ]
-        if not off:
-            return otherwise
-        off_row = functools.reduce(functools.partial(self.call, aten.logical_and.default), off)
-        return self.c.emitter.where(off_row, otherwise, node)

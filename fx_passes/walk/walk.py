@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.graph.changes import Changes
-from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
@@ -238,10 +238,33 @@ class Walk:
             if isinstance(meaning, Node) or each in self.account.kept:
                 continue
             self.account.kept.add(each)
-            if isinstance(meaning, Form) and _is_computed(meaning, each):
+            if isinstance(meaning, Form) and (
+                _is_computed(meaning, each) or self._subtracts_a_rounded_peak(each, meaning)
+            ):
                 self._leave(each, meaning)
             else:
                 waiting += reversed(each.all_input_nodes)
+
+    def _subtracts_a_rounded_peak(self, node: Node, form: Form) -> bool:
+        """Whether the user's nodes take the peak away in a sum that is rounded (a logsumexp).
+
+        What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
+        """
+        if not form.is_affine or form.f.is_zero or node in self.account.returned:
+            return False
+        rows, values = self.context.rows, self.context.values
+        waiting, seen = [node], {node}
+        while waiting:
+            for arg in waiting.pop().all_input_nodes:
+                meaning = values.get(arg)
+                if isinstance(meaning, Form) and arg not in seen:
+                    waiting.append(arg)
+                    seen.add(arg)
+                elif isinstance(meaning, Node) and is_float_tensor(meaning):
+                    poly = rows.meaning(meaning)
+                    if len(poly.terms) > 1 and any(map(rows.is_peak, poly.atoms())):
+                        return True
+        return False
 
     def _leave(self, node: Node, form: Form) -> None:
         assert form.x is not None

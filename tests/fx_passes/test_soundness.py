@@ -96,6 +96,14 @@ def a_factor_per_row_that_is_zero(x: Tensor, factor: Tensor) -> Tensor:
     return (factor[:, None] * x).log_softmax(-1)[:, 3] + (factor[:, None] * x).logsumexp(-1)
 
 
+@program("zero factor", lambda: (logits(), some()))
+def squares_of_rows_that_are_masked_whole(x: Tensor, keep: Tensor) -> Tensor:
+    """The masked rows' softmax is NaN, and so are its sums; no gradient comes from there."""
+    log_p = (x - x.logsumexp(-1, keepdim=True)).masked_fill(~keep[:, None], -math.inf)
+    log_q = F.log_softmax(log_p, -1)
+    return F.cosine_similarity(log_q, log_q, -1)[keep]
+
+
 # ---------------------------------------------------------------- operands that are broadcast
 
 
@@ -632,6 +640,21 @@ def log_probs_of_shards_times_zero(x: Tensor, scale: Tensor, target: Tensor, w: 
 @program("precision", lambda: (logits(seed=7), 0.01 + 0.1 * some().float(), tokens()))
 def probabilities_of_large_logits(x: Tensor, temperature: Tensor, target: Tensor) -> Tensor:
     return (x.expm1() / temperature[:, None]).softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000),))
+def log_probs_without_their_mean(x: Tensor) -> Tensor:
+    """What is reduced from a rounded value cancels its rounding."""
+    log_p = x - x.logsumexp(-1, keepdim=True)
+    return (log_p - log_p.mean(-1, keepdim=True))[:, -1:]
+
+
+@program("precision", lambda: (with_values(logits(), r0c3=LOWEST, r3c0=LOWEST), some()))
+def divergence_of_shifted_logits(x: Tensor, keep: Tensor) -> Tensor:
+    """Far below, the shift swallows the logits in eager code."""
+    kept = x * keep[:, None]
+    shifted = (x - x.mean(-1, True)).log_softmax(-1).log_softmax(-1)
+    return (kept.softmax(-1) * (kept.log_softmax(-1) - shifted)).sum(-1)
 
 
 @program("overflow", lambda: (logits(offset=1000),))
