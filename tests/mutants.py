@@ -521,6 +521,16 @@ MUTANTS = [
             "        around = Near()",
         ),
         (
+            "all softmaxes sum to a number", "rules/reductions.py", "test_soundness.py all_probabilities",
+            "c.emitter.expand(c.emit_sum(poly, form, node), c.lead_sizes(form))",
+            "c.emitter.expand(c.emit_rows(poly, form, node), c.lead_sizes(form))",
+        ),
+        (
+            "a multiple of a column mask is read elsewhere", "walk/columns.py", "test_refusals.py multiple",
+            "    if hot.multiplied:",
+            "    if False:",
+        ),
+        (
             "a masked row's softmax sums to NaN", "walk/context.py", "test_soundness.py masked_whole",
             "            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))",
             "            result += Poly.atom(nothing)",

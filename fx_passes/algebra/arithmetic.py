@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from fx_passes.algebra.forms import Exp, Form, OneHot
+from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 
 MAX_EXPONENTIALS = 6
@@ -107,16 +107,23 @@ def _merge_hot(hots: list[OneHot], hot: OneHot, zero_outside: Container[Node]) -
     for at, other in enumerate(hots):
         extent = other.extent.union(hot.extent) if other.extent and hot.extent else None
         if other.index == hot.index:
-            replaces = other.replaces or hot.replaces
-            hots[at] = OneHot(hot.index, other.weight + hot.weight, extent, replaces)
+            hots[at] = _both(hot.index, other, hot, extent)
             return
         apart = extent and other.extent.disjoint(hot.extent)  # type: ignore[union-attr, arg-type]
         if apart and all(node in zero_outside for node in other.index + hot.index):
-            replaces = other.replaces or hot.replaces
-            index = other.index + hot.index
-            hots[at] = OneHot(index, other.weight + hot.weight, extent, replaces)
+            hots[at] = _both(other.index + hot.index, other, hot, extent)
             return
     hots.append(hot)
+
+
+def _both(index: tuple[Node, ...], one: OneHot, other: OneHot, extent: Extent | None) -> OneHot:
+    return OneHot(
+        index,
+        one.weight + other.weight,
+        extent,
+        replaces=one.replaces or other.replaces,
+        multiplied=one.multiplied or other.multiplied,
+    )
 
 
 def _overlay(left: Poly, right: Poly, zero_outside: Container[Node]) -> Poly | None:
@@ -148,9 +155,8 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     if left.exps and right.exps:  # its exponent may overflow where neither factor does
         raise Refused("a product of two softmaxes")
     exps = _times_exps(left, right) + _times_exps(right, left)
-    hots = [replace(t, weight=t.weight * column(right, t.index)) for t in left.hots]
-    bare = left.with_(hots=())
-    hots += [replace(t, weight=t.weight * column(bare, t.index)) for t in right.hots]
+    hots = _times_columns(left, right, column)
+    hots += _times_columns(right, left.with_(hots=()), column)
     if not left.f.is_zero and not right.f.is_zero:
         raise Refused("a square of the logits")
     result = base.with_(
@@ -159,6 +165,16 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     )
     terms = base.with_(exps=exps, hots=tuple(hots))
     return add(result, terms)
+
+
+def _times_columns(
+    form: Form, factor: Form, column: Callable[[Form, tuple[Node, ...]], Poly]
+) -> list[OneHot]:
+    multiplied = factor.x is not None
+    return [
+        replace(t, weight=t.weight * column(factor, t.index), multiplied=t.multiplied or multiplied)
+        for t in form.hots
+    ]
 
 
 def _check_clamped(left: Form, right: Form) -> None:

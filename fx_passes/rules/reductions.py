@@ -104,7 +104,7 @@ def _then_rows(
     """The row scalar, summed over the other dimensions where the user's reduction takes them too."""
     if list(over) == [form.vdim]:
         return c.row_value(node, poly, label, form, keepdim)
-    rows = c.emitter.expand(c.emit_rows(poly, form, node), c.lead_sizes(form))
+    rows = c.emitter.expand(c.emit_sum(poly, form, node), c.lead_sizes(form))
     total = c.emitter.call(aten.sum.dim_IntList, rows, list(over), keepdim)
     return RowValue(total, label, form)
 

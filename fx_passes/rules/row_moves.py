@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused, only_known
-from fx_passes.algebra.forms import Exp, Form, Mask, OneHot
+from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Size, SizeArg, rank_of, same, same_shape, shape_of, value
 from fx_passes.rules.indices import rolled_by
@@ -63,7 +64,7 @@ def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: M
         poly(form.e),
         poly(form.f),
         tuple(
-            OneHot(tuple(change(i) for i in t.index), poly(t.weight), None, t.replaces)
+            replace(t, index=tuple(map(change, t.index)), weight=poly(t.weight), extent=None)
             for t in form.hots
         ),
         clamped=form.clamped,

@@ -8,12 +8,13 @@ slices, chunk loops and loops over rows all end as one gradient of one root.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclamped, scaled
-from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
+from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, same, same_shape, shape_of
 from fx_passes.rules.row_moves import (
@@ -123,7 +124,11 @@ def write_rows(
         return placed
     hole = Form(piece.shape, piece.vdim, piece.x, e=Poly.number(1.0))
     gone = _placed(c, hole, parent, key).e
-    return add(scaled(base, Poly.number(1.0) - gone), placed, c.rows.zero_outside)
+    like = parent.x or c.emitter.origin
+    assert like is not None
+    left = c.rows.emit_node(Poly.number(1.0) - gone, compute_dtype(parent.x), like)
+    rest = Poly.atom(c.rows.place(left))  # one factor: what is written over may be NaN
+    return add(scaled(base, rest), placed, c.rows.zero_outside)
 
 
 def _parent(c: Context, piece: Form, key: Key, shape: Sequence[Size], vdim: int) -> Form:
@@ -175,7 +180,12 @@ class _Embedding:
             e=vanishing(self.inner.e),
             f=vanishing(self.inner.f),
             hots=tuple(
-                OneHot(tuple(map(self._index, t.index)), vanishing(t.weight), extent, t.replaces)
+                replace(
+                    t,
+                    index=tuple(map(self._index, t.index)),
+                    weight=vanishing(t.weight),
+                    extent=extent,
+                )
                 for t in self.inner.hots
             ),
         )

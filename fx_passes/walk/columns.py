@@ -101,6 +101,8 @@ def _hot_column(
 ) -> Poly:
     if hot.index == index and all(same(shape_of(node)[form.vdim], 1) for node in index):
         return hot.weight
+    if hot.multiplied:
+        raise Refused("a one-hot multiple of a full-vocabulary value is read at other columns")
     mine, theirs = index_node(c, hot.index), index_node(c, index)
     held = c.rows.emit_node(hot.weight, dtype, mine)
     zero = c.rows.emit_node(ZERO, dtype, mine)

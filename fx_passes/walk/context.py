@@ -119,10 +119,7 @@ class Context:
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
         """`node` computes a row scalar: emit it with the node's shape."""
         lead = self.lead_sizes(form)
-        emitted = self.emit_rows(poly, form, node)
-        if poly.as_number() is not None and form.exps:
-            emitted = self._not_a_number_where(emitted, form)
-        result = self.emitter.expand(emitted, lead)
+        result = self.emitter.expand(self.emit_sum(poly, form, node), lead)
         if not keepdim:
             kept = [size for dim, size in enumerate(lead) if dim != form.vdim]
             result = self.emitter.reshape(result, kept)
@@ -130,11 +127,15 @@ class Context:
             self.rows.meanings[result] = poly
         return RowValue(result, label, form)
 
-    def _not_a_number_where(self, number: Node, form: Form) -> Node:
-        """A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf.
+    def emit_sum(self, poly: Poly, form: Form, node: Node) -> Node:
+        """`poly`, which `form` sums to.
 
-        As everywhere, a softmax whose factors are zero in a row is not looked at there.
+        A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf. As everywhere, a softmax
+        whose factors are zero in a row is not looked at there.
         """
+        number = self.emit_rows(poly, form, node)
+        if poly.as_number() is None:
+            return number
         result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
         for term in form.exps:
             log_sum = self.emit_rows(self.stats(form, term.scale).log_sum, form, number)

@@ -172,11 +172,20 @@ class RowScalars:
         else:
             return None
         for view in reversed(views):
-            poly = self._reshaped(poly, self.view_sizes(view))
+            poly = self._reshaped(poly, view)
         return poly
 
-    def _reshaped(self, poly: Poly, sizes: list[SizeArg]) -> Poly:
-        return poly.map_atoms(lambda a: self.emitter.reshape(a, sizes) if rank_of(a) else a)
+    def _reshaped(self, poly: Poly, view: Node) -> Poly:
+        """Of every row what `view` makes of it; an atom that is one number for many rows is spread first."""
+        inner, sizes = view.args[0], self.view_sizes(view)
+        assert isinstance(inner, Node)
+
+        def reshaped(atom: Node) -> Node:
+            if not rank_of(atom):
+                return atom
+            return self.emitter.reshape(self.emitter.expand(atom, self.emitter.sizes(inner)), sizes)
+
+        return poly.map_atoms(reshaped)
 
     def log_argument(self, atom: Node) -> Node | None:
         """s where the row scalar is log(s), seen through views."""

@@ -380,6 +380,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.gather.default, hot, -1, hits(s, 3, 3))
 
 
+@refused("a one-hot multiple of a full-vocabulary value is read at other columns")
+def _(s: Scratch, x: Node) -> None:
+    mask = s.call(prims.convert_element_type.default, column_mask(s), torch.float32)
+    masked = s.call(aten.mul.Tensor, mask, exponential(s, x))
+    s.call(aten.gather.default, masked, -1, hits(s, 3, 2))
+
+
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.index_put.default, exponential(s, x), [iota(s, 2), hits(s, 2)], number(s, 1.0))

@@ -96,6 +96,11 @@ def a_factor_per_row_that_is_zero(x: Tensor, factor: Tensor) -> Tensor:
     return (factor[:, None] * x).log_softmax(-1)[:, 3] + (factor[:, None] * x).logsumexp(-1)
 
 
+@program("NaN", lambda: (with_values(logits(), r1c3=math.nan, r4=-math.inf),))
+def mean_of_all_probabilities(x: Tensor) -> Tensor:
+    return x.softmax(-1).mean() + x.softmax(-1).sum((0, 1), keepdim=True)
+
+
 @program("zero factor", lambda: (logits(), some()))
 def squares_of_rows_that_are_masked_whole(x: Tensor, keep: Tensor) -> Tensor:
     """The masked rows' softmax is NaN, and so are its sums; no gradient comes from there."""
@@ -105,6 +110,11 @@ def squares_of_rows_that_are_masked_whole(x: Tensor, keep: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- operands that are broadcast
+
+
+@program("broadcast", lambda: (logits(), logits(4, seed=5).detach().abs()))
+def one_temperature_of_joined_rows(x: Tensor, temperature: Tensor) -> Tensor:
+    return torch.cat((x * temperature[:1]).chunk(2)).logsumexp(1)
 
 
 @program("broadcast", lambda: (logits(2, 5, VOCAB), tokens(2)))

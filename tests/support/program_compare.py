@@ -25,6 +25,7 @@ def compare(
     allowed: Tensor,
     lost: Tensor,
     precision: torch.dtype | None = None,
+    between: float = 0.0,
 ) -> str:
     """The first difference that counts, or nothing.
 
@@ -36,6 +37,7 @@ def compare(
         allowed: where a number may be finite that is not in eager code, and anything where that is NaN.
         lost: where NaN is as good.
         precision: the coarsest dtype that the program computes in, if that is not its results'.
+        between: how large values on the way are at least.
     """
     if not got.dtype.is_floating_point:
         same = got == plain
@@ -59,10 +61,9 @@ def compare(
     rows = [t.reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (got, plain, true)]
     finite = true[true.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    return next(
-        filter(None, (_row(*row, usual, largest, dtype, eps) for row in zip(*rows, strict=True))),
-        "",
-    )
+    between = max(between, min(largest or torch.inf, BETWEEN[dtype.itemsize]))  # zeros tell no size
+    found = (_row(*row, usual, largest, between, eps) for row in zip(*rows, strict=True))
+    return next(filter(None, found), "")
 
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def _row(
     true: Tensor,
     usual: float,
     largest: float,
-    dtype: torch.dtype,
+    between: float,
     eps: float,
 ) -> str:
     both = got.isfinite() & true.isfinite()
@@ -85,7 +86,6 @@ def _row(
     known = both & plain.isfinite()
     own = float((plain - true)[known].abs().max()) if known.any() else 0.0
     magnitude = float(true[both].abs().max())
-    between = min(largest or torch.inf, BETWEEN[dtype.itemsize])  # zeros alone tell no size
     budget = FACTOR * max(own, usual if magnitude >= 1e-3 * largest else 0.0)
     budget += eps * (8 * magnitude + FACTOR * max(1.0, between))
     error = (got - true)[both].abs()

@@ -41,6 +41,7 @@ MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
+HUGE = 1e6  # logits from here on mean a mask
 JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
     r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
     r"|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
@@ -129,6 +130,7 @@ class _Eager:
         rows: the kinds of rows that may be in a draw.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
         precision: the coarsest dtype that its text names.
+        logits: in float64, which is the truth itself, the largest of them: eager code rounds as far as that.
     """
 
     runs: list[_Run]
@@ -138,6 +140,7 @@ class _Eager:
     rows: frozenset[str]
     makes_infinity: bool
     precision: torch.dtype
+    logits: float
 
     def difference(self, at: int, ours: _Run) -> str:
         """The first difference in draw `at` that is more than eager's own, or nothing."""
@@ -158,7 +161,9 @@ class _Eager:
             if name.startswith("gradients"):
                 allowed |= eager.isnan()
                 lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
-            found = compare(value, eager, true[name], usual, allowed, lost, self.precision)
+            found = compare(
+                value, eager, true[name], usual, allowed, lost, self.precision, self.logits
+            )
             if found:
                 return f"{name}: {found}"
         return ""
@@ -244,11 +249,13 @@ class Judge:
         runs += [self.run(fn, each) for each in inputs[DRAWS:]]
         clean = runs
         if NOT_A_NUMBER & set(spec.rows):
-            rows = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
-            clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=rows))[:DRAWS]]
+            plain = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
+            clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=plain))[:DRAWS]]
         errors = self.errors(fn, spec, runs, truth)
         precision = _coarsest(program.source, getattr(torch, spec.dtype))
-        return _Eager(runs, truth, clean, errors, frozenset(spec.rows), seen.any, precision)
+        logits = max(map(_largest_logit, inputs)) if spec.dtype == "float64" else 0.0
+        rows = frozenset(spec.rows)
+        return _Eager(runs, truth, clean, errors, rows, seen.any, precision, logits)
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
@@ -349,6 +356,12 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     return [
         torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)
     ]
+
+
+def _largest_logit(inputs: Inputs) -> float:
+    logits = torch.cat([given.detach().abs().flatten() for given in inputs.arguments[:2]])
+    numbers = logits[logits < HUGE]
+    return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def _errors(eager: _Run, truth: _Run) -> dict[str, float]:
