@@ -531,6 +531,11 @@ MUTANTS = [
             "    if False:",
         ),
         (
+            "a sum of factors takes all of the peak or none", "walk/near.py", "test_soundness.py similarity_of_logits",
+            "_near_peak(c, form, form.f, -form.e, _shares) or found",
+            "found",
+        ),
+        (
             "a masked row's softmax sums to NaN", "walk/context.py", "test_soundness.py masked_whole",
             "            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))",
             "            result += Poly.atom(nothing)",

@@ -659,6 +659,12 @@ def log_probs_without_their_mean(x: Tensor) -> Tensor:
     return (log_p - log_p.mean(-1, keepdim=True))[:, -1:]
 
 
+@program("precision", lambda: (logits(offset=1000),))
+def similarity_of_logits_and_log_probs(x: Tensor) -> Tensor:
+    """The gradient is linear in the logits, and a part of its factor has the maximum taken away."""
+    return F.cosine_similarity(x, x.log_softmax(-1), -1)
+
+
 @program("precision", lambda: (with_values(logits(), r0c3=LOWEST, r3c0=LOWEST), some()))
 def divergence_of_shifted_logits(x: Tensor, keep: Tensor) -> Tensor:
     """Far below, the shift swallows the logits in eager code."""
