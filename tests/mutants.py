@@ -482,7 +482,7 @@ MUTANTS = [
         ),
         (
             "what was in written rows stays", "rules/row_writes.py", "test_rules.py operator_computes and slice_scatter",
-            "    return add(scaled(base, Poly.number(1.0) - gone), placed, c.rows.zero_outside)",
+            "    return add(scaled(base, rest), placed, c.rows.zero_outside)",
             "    return add(base, placed, c.rows.zero_outside)",
         ),
         (
@@ -531,7 +531,7 @@ MUTANTS = [
             "    if False:",
         ),
         (
-            "a sum of factors takes all of the peak or none", "walk/near.py", "test_soundness.py similarity_of_logits",
+            "a sum of factors takes all of the peak or none", "walk/near.py", "test_soundness.py several_parts",
             "_near_peak(c, form, form.f, -form.e, _shares) or found",
             "found",
         ),
