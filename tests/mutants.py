@@ -406,7 +406,7 @@ MUTANTS = [
             "            if False:",
         ),
         (
-            "a moved mask lets garbage through", "walk/row_scalars.py", "test_soundness.py garbage",
+            "a moved mask lets garbage through", "walk/row_nodes.py", "test_soundness.py garbage",
             "- seen if node.target in _ROW_MOVES else set()",
             "- seen if False else set()",
         ),
