@@ -141,7 +141,7 @@ MUTANTS = [
             "pass",
         ),
         (
-            "a product of two softmaxes", "algebra/arithmetic.py", "test_soundness.py precision",
+            "a product of two softmaxes", "algebra/arithmetic.py", "test_refusals.py softmaxes",
             "    if left.exps and right.exps:",
             "    if False:",
         ),
@@ -519,6 +519,11 @@ MUTANTS = [
             "columns are scaled before the peak is taken away", "walk/columns.py", "test_soundness.py log_probs_over",
             "        around = affine_center(c, form)",
             "        around = Near()",
+        ),
+        (
+            "a softmax of float64 logits is kept in float32", "walk/gradient.py", "test_soundness.py entropy_in_float64",
+            "    if compute_dtype(form.x) is torch.float64 and dtype is not torch.float64:",
+            "    if False:",
         ),
         (
             "all softmaxes sum to a number", "rules/reductions.py", "test_soundness.py all_probabilities",

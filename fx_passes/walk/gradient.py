@@ -121,9 +121,11 @@ def _kept_softmax(
 
 
 def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
-    """Not where it would be rounded too far: an exponential that is no probability, float16."""
+    """Not where it would be rounded too far: an exponential that is no probability, float16, float64 in less."""
     (term,) = form.exps
     stats = c.stats(form, term.scale)
+    if compute_dtype(form.x) is torch.float64 and dtype is not torch.float64:
+        return False
     if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
         return False
     known = (term.scale, term.shift)

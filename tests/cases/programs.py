@@ -97,8 +97,8 @@ RIGHT: dict[str, Program] = {
     "temperatures of overlapping rows": program("(x[1:4] * tau[:3]).log_softmax(-1)[:, 2], (x[2:5] * tau[2:]).log_softmax(-1)[:, 3]"),
     "softmaxes of some rows, exponentials of others": program("x.log_softmax(-1)[:2][:, 2], (x[2:] - w[2:, None]).exp().sum(-1)"),
     "targets of some rows, others of others": program(
-        "v0 = (torch.arange(7) == t[:, None]) * x.log_softmax(-1)",
-        "v1 = (torch.arange(7) == t.flip(0)[:, None]) * x.log_softmax(-1)",
+        "v0 = x.softmax(-1).scatter(-1, t[:, None], 0.0)",
+        "v1 = x.softmax(-1).scatter(-1, t.flip(0)[:, None], 0.0)",
         "v2 = torch.cat([v0[:2], v1[2:]])",
         "v2.sum(-1), v2[:, 3]",
     ),

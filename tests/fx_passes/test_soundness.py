@@ -667,6 +667,12 @@ def divergence_of_shifted_logits(x: Tensor, keep: Tensor) -> Tensor:
     return (kept.softmax(-1) * (kept.log_softmax(-1) - shifted)).sum(-1)
 
 
+@program("precision", lambda: (logits(),), {"save": "logits"}, {"save": "softmax"})
+def entropy_in_float64(x: Tensor) -> Tensor:
+    """Its gradient is rounded to float32 last."""
+    return torch.special.entr(x.double().softmax(-1)).sum(-1)
+
+
 @program("overflow", lambda: (logits(offset=1000),))
 def exponentials_times_their_logits(x: Tensor) -> Tensor:
     return (x.exp() * x).sum(-1)
