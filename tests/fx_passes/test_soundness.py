@@ -128,6 +128,11 @@ def one_hot_of_one_row(x: Tensor, eos: Tensor) -> Tensor:
     return (F.one_hot(eos, VOCAB) * x.log_softmax(-1)).sum(-1)
 
 
+@program("broadcast", lambda: (logits(), tokens(1)))
+def probability_of_one_token(x: Tensor, eos: Tensor) -> Tensor:
+    return ((torch.arange(VOCAB) == eos[:, None]) * x.softmax(-1)).sum(-1)
+
+
 @program("broadcast", lambda: (logits(2, 5, VOCAB), tokens(5)))
 def one_hot_of_positions(x: Tensor, eos: Tensor) -> Tensor:
     mask = torch.arange(VOCAB) == eos[:, None]
