@@ -11,7 +11,7 @@ from fx_passes.algebra.arithmetic import Refused, add
 from fx_passes.algebra.forms import Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import Shape, SizeArg, guarded_same, rank_of, same, shape_of, value
-from fx_passes.rules.indices import counting_axis, is_index
+from fx_passes.rules.indices import counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
@@ -80,7 +80,7 @@ def _row_and_column(c: Context, form: Form, indices: Sequence[Operand]) -> tuple
     if not (len(nodes) == len(indices) == lead + 1) or form.vdim != lead:
         raise Refused("the logits are indexed by something else than row number and column")
     *rows, columns = nodes
-    if rank_of(columns) != lead or not all(map(is_index, nodes)):
+    if rank_of(columns) != lead:
         raise Refused("the logits are indexed by something else than row number and column")
     if not all(_counts_rows(each, dim, columns) for dim, each in enumerate(rows)):
         raise Refused("the logits are indexed by something else than row number and column")

@@ -20,11 +20,6 @@ def is_integer(node: Node) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def is_index(node: Node) -> bool:
-    """Names elements; torch takes bytes and booleans for masks."""
-    return getattr(value(node), "dtype", None) in _EXACT
-
-
 def counting_axis(node: Node) -> int | None:
     """The dimension along which `node` counts 0, 1, 2, ..., the same in all others; None where it does not."""
     path = []

@@ -128,6 +128,11 @@ def one_hot_of_one_row(x: Tensor, eos: Tensor) -> Tensor:
     return (F.one_hot(eos, VOCAB) * x.log_softmax(-1)).sum(-1)
 
 
+@program("broadcast", lambda: (logits(2, 3, VOCAB), logits(2, seed=5).detach().abs() + 0.5))
+def one_temperature_of_flat_rows(x: Tensor, temperature: Tensor) -> Tensor:
+    return (x / temperature[:1, None, None]).flatten(0, 1).log_softmax(-1)[:, 3]
+
+
 @program("broadcast", lambda: (logits(), tokens(1)))
 def probability_of_one_token(x: Tensor, eos: Tensor) -> Tensor:
     return ((torch.arange(VOCAB) == eos[:, None]) * x.softmax(-1)).sum(-1)
