@@ -133,6 +133,7 @@ class _Eager:
     Attributes:
         rows: the kinds of rows that may be in a draw.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
+        makes_empty_rows: whether it does of rows of -inf that were not given (a division by 0).
         precision: the coarsest dtype that its text names.
         logits: in float64, which is the truth itself, the largest of them: eager code rounds as far as that.
     """
@@ -143,6 +144,7 @@ class _Eager:
     errors: list[dict[str, float]]
     rows: frozenset[str]
     makes_infinity: bool
+    makes_empty_rows: bool
     precision: torch.dtype
     logits: float
 
@@ -162,6 +164,8 @@ class _Eager:
                 lost |= eager != clean  # it depends on such a row
             if {"some -inf", "only -inf"} & self.rows or self.makes_infinity:
                 lost |= eager == torch.inf
+            if self.makes_empty_rows:
+                lost |= eager.isinf()
             if name.startswith("gradients"):
                 allowed |= eager.isnan()
                 lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
@@ -174,13 +178,15 @@ class _Eager:
 
 
 class _Infinities(TorchDispatchMode):
-    """Whether what runs in a `with` block takes an exponential or a maximum of +inf."""
+    """Whether what runs in a `with` block takes an exponential or a maximum of +inf, or of a row of -inf."""
 
     any = False
+    rows = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _OF_LOGITS and (args[0] == torch.inf).any():
-            self.any = True
+        if func.overloadpacket in _OF_LOGITS:
+            self.any |= bool((args[0] == torch.inf).any())
+            self.rows |= args[0].ndim > 1 and bool((args[0] == -torch.inf).all(-1).any())
         return func(*args, **kwargs or {})
 
 
@@ -261,7 +267,8 @@ class Judge:
         precision = _coarsest(program.source, getattr(torch, spec.dtype))
         logits = max(map(_largest_logit, inputs)) if spec.dtype == "float64" else 0.0
         rows = frozenset(spec.rows)
-        return _Eager(runs, truth, clean, errors, rows, seen.any, precision, logits)
+        empty = seen.rows and "only -inf" not in rows
+        return _Eager(runs, truth, clean, errors, rows, seen.any, empty, precision, logits)
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
