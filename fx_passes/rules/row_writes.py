@@ -124,9 +124,8 @@ def write_rows(
         return placed
     hole = Form(piece.shape, piece.vdim, piece.x, e=Poly.number(1.0))
     gone = _placed(c, hole, parent, key).e
-    like = parent.x or c.emitter.origin
-    assert like is not None
-    left = c.rows.emit_node(Poly.number(1.0) - gone, compute_dtype(parent.x), like)
+    assert c.emitter.origin is not None
+    left = c.emit_rows(Poly.number(1.0) - gone, parent, c.emitter.origin)
     rest = Poly.atom(c.rows.place(left))  # one factor: what is written over may be NaN
     return add(scaled(base, rest), placed, c.rows.zero_outside)
 

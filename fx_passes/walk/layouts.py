@@ -37,24 +37,25 @@ _READ_MEMORY: set[Target] = {
 
 def keep_layouts(emitter: Emitter, account: Account) -> None:
     """Copies of the new values, in the old strides, where a reader depends on them."""
-    live = computed(emitter.graph, account.replacements)
-    for old, new in list(account.replacements.items()):
-        if (
-            new not in live
-            or not isinstance(value(old), torch.Tensor)
-            or same_layout(value(old), value(new))
-        ):
-            continue
-        unreadable = list(_unreadable(emitter, old, new, live))
+    turned = [pair for pair in account.replacements.items() if _is_turned(*pair)]
+    live = computed(emitter.graph, account.replacements) if turned else set()
+    for old, new in turned:
+        unreadable = list(_unreadable(emitter, old, new, live)) if new in live else []
         if not unreadable:
             continue
         emitter.origin = old
         copy = emitter.laid_out_as(new, old)
-        if not same_layout(value(old), value(copy)) and unreadable[0].target in _READ_MEMORY:
-            raise NotImplementedError(f"{unreadable[0].target} of a value with gaps in its memory")
+        by_strides = [reader.target for reader in unreadable if reader.target in _READ_MEMORY]
+        if by_strides and not same_layout(value(old), value(copy)):
+            raise NotImplementedError(f"{by_strides[0]} of a value with gaps in its memory")
         account.replacements[old] = copy
         if new in account.leaving:
             account.leaving[copy] = account.leaving.pop(new)
+
+
+def _is_turned(old: Node, new: Node) -> bool:
+    fake = value(old)
+    return isinstance(fake, torch.Tensor) and not same_layout(fake, value(new))
 
 
 def _unreadable(emitter: Emitter, old: Node, new: Node, live: set[Node]) -> Iterator[Node]:

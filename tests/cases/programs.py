@@ -50,7 +50,8 @@ RIGHT: dict[str, Program] = {
     "a gather over rows": program("v0 = x.log_softmax(-1)", "v0.gather(0, t[None]), v0[:, 1]", **SQUARE),
     "a sum over rows": program("v0 = x.log_softmax(-1)", "v0.sum(0), v0[:, 1]", **SQUARE),
     "a mean over rows": program("v0 = x.log_softmax(-1)", "v0.mean(0), v0[:, 1]", **SQUARE),
-    "a maximum over rows": program("v0 = x.log_softmax(-1)", "v0.amax(0), v0[:, 1]", **SQUARE, grads=("none", "none")),
+    "a maximum over rows": program("v0 = x.log_softmax(-1)", "v0.amax(0), v0[:, 1]", **SQUARE),
+    "a maximum over rows, without gradients": program("v0 = x.log_softmax(-1)", "v0.amax(0), v0[:, 1]", **SQUARE, grads=("none", "none")),
     "some columns": program("v0 = x.log_softmax(-1)", "v0[:, 2:5].sum(-1), v0[:, 1]", **SQUARE),
     "a mask of rows as columns": program("v0 = (torch.arange(7)[:, None] == t[:, None]).expand(7, 7) * x.log_softmax(-1)", "v0.sum(-1)", **SQUARE),
     "several columns per row": program("v0 = (torch.arange(7) == torch.stack([t] * 7, -1)) * x.log_softmax(-1)", "v0.sum(-1)"),
@@ -96,6 +97,12 @@ RIGHT: dict[str, Program] = {
     "clamped, scaled, summed": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 * 0.01).sum(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),
     "temperatures of overlapping rows": program("(x[1:4] * tau[:3]).log_softmax(-1)[:, 2], (x[2:5] * tau[2:]).log_softmax(-1)[:, 3]"),
     "softmaxes of some rows, exponentials of others": program("x.log_softmax(-1)[:2][:, 2], (x[2:] - w[2:, None]).exp().sum(-1)"),
+    "multiples of a one-hot in some rows, others in others": program(
+        "v0 = (torch.arange(7) == t[:, None]) * x.log_softmax(-1)",
+        "v1 = (torch.arange(7) == t.flip(0)[:, None]) * x.log_softmax(-1)",
+        "v2 = torch.cat([v0[:2], v1[2:]])",
+        "v2.sum(-1), v2[:, 3]",
+    ),
     "targets of some rows, others of others": program(
         "v0 = x.softmax(-1).scatter(-1, t[:, None], 0.0)",
         "v1 = x.softmax(-1).scatter(-1, t.flip(0)[:, None], 0.0)",

@@ -18,6 +18,7 @@ STEPS = 4
 def test_the_example(example: Callable[[str], Any]) -> None:
     megatron = example("megatron_gpt")
     runs = megatron.main(["--steps", str(STEPS)])
+    assert len(set(runs["as it is"].losses)) == STEPS  # it trains
     check_runs(runs, STEPS, {"loss": 1.25, "deferred": 0.35}, megatron.LOGITS_BYTES, rel=1e-4)
     assert runs["loss"].fused == runs["deferred"].fused == 2
     assert runs["as it is"].peak_bytes > 3 * megatron.LOGITS_BYTES

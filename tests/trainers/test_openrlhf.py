@@ -39,6 +39,7 @@ def test_the_example(module: Any) -> None:
     runs = module.main(["--steps", str(STEPS)])
     assert names() == before
     bounds = {"as it is": 4.2, "pair": 1.15, "deferred": 0.25}
+    assert len(set(runs["as it is"].losses)) == STEPS  # it trains
     check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, rel=1e-4, abs=1e-6)
     assert runs["as it is"].peak_bytes > 3.9 * module.LOGITS_BYTES
     assert [run.fused for run in runs.values()] == [0, 2, 2]

@@ -38,6 +38,7 @@ def test_the_example(module: Any) -> None:
     runs = module.main(["--steps", str(STEPS)])
     assert names() == before
     bounds = {"as it is": 4.4, "loss": 1.8, "deferred": 0.45}
+    assert len(set(runs["as it is"].losses)) == STEPS  # it trains
     check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, abs=1e-3)  # bfloat16
     assert runs["as it is"].peak_bytes > 4 * module.LOGITS_BYTES
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]

@@ -40,6 +40,7 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     actor = example("verl_actor")
     runs = actor.main(["--steps", str(STEPS)])
     bounds = {"as it is": 3.2, "pair": 1.2, "deferred": 0.3}
+    assert len(set(runs["as it is"].losses)) == STEPS  # it trains
     check_runs(runs, STEPS, bounds, actor.LOGITS_BYTES, rel=1e-4, abs=1e-6)
     assert runs["as it is"].peak_bytes > 2.9 * actor.LOGITS_BYTES
     assert [run.fused for run in runs.values()] == [0, 2, 2]

@@ -32,16 +32,18 @@ def row_values_by_strides(x: Tensor, target: Tensor) -> Tensor:
     return torch.as_strided(log_p.exp().mul(log_p).sum(-1), (target.numel(),), (1,)).sin()
 
 
-def bits_of_row_values(x: Tensor, target: Tensor) -> Tensor:
-    lse = torch.logsumexp(x.detach().transpose(0, 1) * 2, -1) + x.sum()
-    return lse + torch.as_strided(lse.detach().view(torch.int32) % 7, lse.shape, (1, lse.shape[0]))
+def exponents_of_row_values(x: Tensor, target: Tensor) -> Tensor:
+    scale = target.t()[..., None] + 0.1
+    log_p = F.log_softmax(x.transpose(0, 1) * scale, -1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return entropy + torch.as_strided(entropy.detach().view(torch.int32) >> 23, (3, 2), (1, 3))
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
     "fn",
     [
-        changed_and_flattened, turned_back_and_viewed, row_values_by_strides, bits_of_row_values,
+        changed_and_flattened, turned_back_and_viewed, row_values_by_strides, exponents_of_row_values,
     ],
 )  # fmt: skip
 def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: str) -> None:
@@ -51,8 +53,7 @@ def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: st
     ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     got, want = compiled(ours, target), fn(plain, target)
     assert slime_compile.reports()[-1].fused
-    if fn is not bits_of_row_values:  # the last bits of a number are another matter
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, want)
     got.sum().backward()
     want.sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
