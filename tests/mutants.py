@@ -617,13 +617,28 @@ MUTANTS = [
         ),
         (
             "as_strided reads no strides", "walk/layouts.py", "walk/test_layouts.py",
-            "if user.target in _READ_MEMORY or (",
-            "if (",
+            'if node.op == "output" or node.target in _READ_MEMORY:',
+            'if node.op == "output":',
         ),
         (
             "gaps are packed", "walk/layouts.py", "walk/test_layouts.py",
-            "if by_strides and not same_layout(value(old), value(copy)):",
-            "if False:",
+            '                raise NotImplementedError(f"{reader.target} of a value with gaps in its memory")',
+            "                return",
+        ),
+        (
+            "element-wise operators have strides of their own", "walk/layouts.py", "walk/test_layouts.py",
+            "        if not _alike(value(node), made):",
+            "        if False:",
+        ),
+        (
+            "operators that are not torch's take any strides", "walk/layouts.py", "walk/test_layouts.py",
+            " or node.target.namespace not in _KNOWN",
+            "",
+        ),
+        (
+            "returned values have any strides", "walk/layouts.py", "walk/test_layouts.py",
+            "            read = [arg for arg in read if not is_backward(arg)]",
+            "            read = []",
         ),
         (
             "given logits are consumed unasked", "inplace.py", "test_inplace.py",

@@ -6,76 +6,105 @@ Entry point: `keep_layouts`, once a walk is over and all readers are known.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from fx_passes.graph.emit import Emitter, viewable
-from fx_passes.graph.facts import same_layout, shape_of, value
-from fx_passes.graph.operators import VIEWS, Target
+from fx_passes.graph.facts import is_backward, same_layout, shape_of, value
+from fx_passes.graph.operators import Target
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
 
 aten = torch.ops.aten
 
 _CUT_ANEW: set[Target] = {aten.view.default, aten._unsafe_view.default}
-_READ_MEMORY: set[Target] = {
-    aten.as_strided.default,
-    aten.as_strided_scatter.default,
-    aten.view.dtype,
-}
+_READ_MEMORY: set[Target] = {aten.as_strided.default, aten.as_strided_scatter.default}
+_KNOWN = {"aten", "prims", "_c10d_functional", "slime_fused"}
+"""Namespaces whose operators take any strides, but for those above."""
+_OF_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 # NOTE [Strides of what takes a value's place]
-# An operator of a turned tensor gives a turned tensor in eager code, so the program may turn it back and view it, or
-# read its memory by strides. What takes its place has the strides that the rewrite gives it. Most readers do not ask;
-# for those that do, it is copied into the strides that there were. Strides with gaps or repeats, read by `as_strided`,
-# cannot be given to a copy: the pass fails, and the graph stays as it was.
+# An operator of a turned tensor gives a turned tensor in eager code, and so do element-wise operators after it; the
+# program may turn it back and view it, read its memory by strides, or return it. What takes its place has the strides
+# that the rewrite gives it. Most readers do not ask; where one does, however many operators later, the value is copied
+# into the strides that there were. Strides with gaps or repeats cannot be given to a copy: if they are still asked for,
+# the pass fails, and the graph stays as it was.
 
 
 def keep_layouts(emitter: Emitter, account: Account) -> None:
     """Copies of the new values, in the old strides, where a reader depends on them."""
-    turned = [pair for pair in account.replacements.items() if _is_turned(*pair)]
+    turned = {old: new for old, new in account.replacements.items() if _is_turned(old, new)}
     live = computed(emitter.graph, account.replacements) if turned else set()
-    for old, new in turned:
-        unreadable = list(_unreadable(emitter, old, new, live)) if new in live else []
-        if not unreadable:
-            continue
-        emitter.origin = old
-        copy = emitter.laid_out_as(new, old)
-        by_strides = [reader.target for reader in unreadable if reader.target in _READ_MEMORY]
-        if by_strides and not same_layout(value(old), value(copy)):
-            raise NotImplementedError(f"{by_strides[0]} of a value with gaps in its memory")
-        account.replacements[old] = copy
-        if new in account.leaving:
-            account.leaving[copy] = account.leaving.pop(new)
+    copied: set[Node] = set()
+    while asked := _asked(emitter, turned, live):
+        for reader, values in asked.items():
+            if values <= copied:
+                raise NotImplementedError(f"{reader.target} of a value with gaps in its memory")
+        for old in sorted(set().union(*asked.values()) - copied):
+            copied.add(old)
+            emitter.origin, new = old, turned.pop(old)
+            copy = account.replacements[old] = emitter.laid_out_as(new, old)
+            if new in account.leaving:
+                account.leaving[copy] = account.leaving.pop(new)
+            if _is_turned(old, copy):
+                turned[old] = copy
 
 
 def _is_turned(old: Node, new: Node) -> bool:
-    fake = value(old)
-    return isinstance(fake, torch.Tensor) and not same_layout(fake, value(new))
+    return not _alike(value(old), value(new))
 
 
-def _unreadable(emitter: Emitter, old: Node, new: Node, live: set[Node]) -> Iterator[Node]:
-    """Readers of `old`, through views, that cannot read `new` as they are."""
-    waiting: list[tuple[Node, Any]] = [(old, value(new))]
-    while waiting:
-        node, fake = waiting.pop()
-        for user in node.users:
-            if user not in live:
-                continue
-            if user.target in _READ_MEMORY or (
-                user.target in _CUT_ANEW and not viewable(fake, shape_of(user))
-            ):
-                yield user
-            elif user.target in VIEWS or user.target is operator.getitem:
-                waiting.append((user, _seen_through(emitter, user, node, fake)))
+def _alike(left: Any, right: Any) -> bool:
+    """The same strides, tensor by tensor."""
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    return all(same_layout(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
-def _seen_through(emitter: Emitter, view: Node, node: Node, fake: Any) -> Any:
-    """What `view` shows where `node` is `fake`."""
+def _asked(emitter: Emitter, turned: dict[Node, Node], live: set[Node]) -> dict[Node, set[Node]]:
+    """Readers that cannot do with the strides of what takes the values' place, and the turned values they read."""
+    fakes: dict[Node, Any] = {old: value(new) for old, new in turned.items()}
+    behind = {old: {old} for old in turned}
+    found: dict[Node, set[Node]] = {}
+    for node in emitter.graph.nodes if turned else ():
+        read = [arg for arg in node.all_input_nodes if arg in fakes]
+        if node.op == "output":
+            read = [arg for arg in read if not is_backward(arg)]
+        if not read or node not in live:
+            continue
+        values = set().union(*(behind[arg] for arg in read))
+        if _asks(node, fakes):
+            found[node] = values
+            continue
+        try:
+            made = _computed(emitter, node, fakes)
+        except RuntimeError:  # torch refuses the strides
+            found[node] = values
+            continue
+        if not _alike(value(node), made):
+            fakes[node], behind[node] = made, values
+    return found
+
+
+def _asks(node: Node, fakes: dict[Node, Any]) -> bool:
+    if node.op == "output" or node.target in _READ_MEMORY:
+        return True
+    if node.target in _CUT_ANEW:
+        return not viewable(fakes[node.args[0]], shape_of(node))  # type: ignore[index]
+    if node.target is operator.getitem:
+        return False
+    return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in _KNOWN
+
+
+def _computed(emitter: Emitter, node: Node, fakes: dict[Node, Any]) -> Any:
+    """What `node` computes of the new values."""
+    if isinstance(node.target, torch._ops.OpOverload) and (
+        node.target._schema.is_mutable or _OF_DATA.intersection(node.target.tags)
+    ):
+        return value(node)  # the strides of what is changed, or of a new tensor
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: fakes.get(n, value(n)))
     with emitter.fake_mode:
-        args, kwargs = map_arg((view.args, view.kwargs), lambda n: fake if n is node else value(n))
-        return view.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -32,11 +32,49 @@ def row_values_by_strides(x: Tensor, target: Tensor) -> Tensor:
     return torch.as_strided(log_p.exp().mul(log_p).sum(-1), (target.numel(),), (1,)).sin()
 
 
+def _entropy(x: Tensor) -> Tensor:
+    log_p = F.log_softmax(x.transpose(0, 1), -1)
+    return -log_p.exp().mul(log_p).sum(-1)
+
+
 def exponents_of_row_values(x: Tensor, target: Tensor) -> Tensor:
-    scale = target.t()[..., None] + 0.1
-    log_p = F.log_softmax(x.transpose(0, 1) * scale, -1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return entropy + torch.as_strided(entropy.detach().view(torch.int32) >> 23, (3, 2), (1, 3))
+    entropy = _entropy(x)
+    return entropy + torch.as_strided(entropy.detach().view(torch.int32) >> 23, (3, 2), (2, 1))
+
+
+def halves_of_row_values(x: Tensor, target: Tensor) -> Tensor:
+    entropy = _entropy(x)
+    return entropy + entropy.detach().view(torch.int16)[:, 1::2]
+
+
+def element_wise_between(x: Tensor, target: Tensor) -> Tensor:
+    entropy = _entropy(x)
+    wave = torch.special.bessel_j0(entropy.detach())
+    return wave.view(-1) + torch.as_strided(wave.neg(), (6,), (1,)) + entropy.reshape(-1)
+
+
+def two_values_and_two_readers(x: Tensor, target: Tensor) -> Tensor:
+    wave = torch.lgamma(_entropy(x)) + _entropy(x * 2)[:, :1]
+    return wave.expand(4, 3, 2).reshape(4, -1).sum(0) + wave.view(-1)
+
+
+def returned(x: Tensor, target: Tensor) -> Tensor:
+    return _entropy(x)
+
+
+@torch.library.custom_op("slime_tests::in_order_of_memory", mutates_args=())
+def in_order_of_memory(rows: Tensor) -> Tensor:
+    return torch.as_strided(rows, (rows.numel(),), (1,)).clone()
+
+
+@in_order_of_memory.register_fake
+def _(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.numel())
+
+
+def an_operator_that_is_not_torchs(x: Tensor, target: Tensor) -> Tensor:
+    entropy = _entropy(x)
+    return entropy.sum() + in_order_of_memory(entropy.detach())
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
@@ -44,6 +82,8 @@ def exponents_of_row_values(x: Tensor, target: Tensor) -> Tensor:
     "fn",
     [
         changed_and_flattened, turned_back_and_viewed, row_values_by_strides, exponents_of_row_values,
+        halves_of_row_values, element_wise_between, two_values_and_two_readers, returned,
+        an_operator_that_is_not_torchs,
     ],
 )  # fmt: skip
 def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: str) -> None:
@@ -54,6 +94,7 @@ def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: st
     got, want = compiled(ours, target), fn(plain, target)
     assert slime_compile.reports()[-1].fused
     torch.testing.assert_close(got, want)
+    assert got.stride() == want.stride()
     got.sum().backward()
     want.sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
