@@ -521,6 +521,11 @@ MUTANTS = [
             "c.emitter.expand(c.emit_rows(poly, form, node), c.lead_sizes(form))",
         ),
         (
+            "what a column mask leaves of NaN is a number", "rules/pointwise.py", "test_small_programs.py missed or beside",
+            "        return result.with_(e=result.e + _nothing(c, one) + _nothing(c, two))",
+            "        return result",
+        ),
+        (
             "a multiple of a column mask is read elsewhere", "walk/columns.py", "test_refusals.py multiple",
             "    if hot.multiplied:",
             "    if False:",

@@ -163,12 +163,14 @@ class Emitter:
         return self.call(aten.view.default, node, list(sizes))
 
     def laid_out_as(self, node: Node, other: Node) -> Node:
-        """`node`, copied where its strides are not those of `other`; the copy has no gaps and repeats nothing."""
+        """`node`, copied where its dimensions are not in memory as those of `other`, without gaps or repeats."""
         if same_layout(value(node), value(other)):
             return node
         strides = [hint(stride) for stride in value(other).stride()]
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf)
         turned = self._permuted(node, order)
+        if value(turned).is_contiguous():
+            return node
         packed = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return self._permuted(packed, [order.index(dim) for dim in range(len(order))])
 

@@ -150,7 +150,16 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
         if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
             return scaled(mask.form, ZERO)
     one, two = pair(c, node, left, right)
-    return _kept(c, node, times(c, one, two), one, two)
+    result = times(c, one, two)
+    if not is_backward(node) and not result.exps and any(hot.multiplied for hot in result.hots):
+        return result.with_(e=result.e + _nothing(c, one) + _nothing(c, two))
+    return _kept(c, node, result, one, two)
+
+
+def _nothing(c: Context, factor: Form) -> Poly:
+    """0 times NaN is NaN: what a column mask leaves of a value shows at all columns whether the row has NaN."""
+    scale = factor.exps[0].scale if factor.exps else factor.f
+    return ZERO if scale.is_zero else Poly.atom(c.nothing(factor, c.stats(factor, scale)))
 
 
 def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) -> Result:

@@ -138,10 +138,15 @@ class Context:
             return number
         result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
         for term in form.exps:
-            log_sum = self.emit_rows(self.stats(form, term.scale).log_sum, form, number)
-            nothing = self.emitter.call(aten.mul.Tensor, log_sum, 0)
+            nothing = self.nothing(form, self.stats(form, term.scale))
             result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))
         return self.emit_rows(result, form, number)
+
+    def nothing(self, form: Form, stats: Stats) -> Node:
+        """0 for each row, NaN for one that has no softmax."""
+        assert form.x is not None
+        log_sum = self.emit_rows(stats.log_sum, form, form.x)
+        return self.emitter.call(aten.mul.Tensor, log_sum, 0)
 
     def where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
         """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""

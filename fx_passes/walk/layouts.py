@@ -31,8 +31,8 @@ _OF_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # An operator of a turned tensor gives a turned tensor in eager code, and so do element-wise operators after it; the
 # program may turn it back and view it, read its memory by strides, or return it. What takes its place has the strides
 # that the rewrite gives it. Most readers do not ask; where one does, however many operators later, the value is copied
-# into the strides that there were. Strides with gaps or repeats cannot be given to a copy: if they are still asked for,
-# the pass fails, and the graph stays as it was.
+# into the order that there was. Gaps and repeats cannot be given to a copy: if a reader in the graph still asks for
+# them, the pass fails, and the graph stays as it was.
 
 
 def keep_layouts(emitter: Emitter, account: Account) -> None:
@@ -42,10 +42,13 @@ def keep_layouts(emitter: Emitter, account: Account) -> None:
     copied: set[Node] = set()
     while asked := _asked(emitter, turned, live):
         for reader, values in asked.items():
-            if values <= copied:
+            if values <= copied and reader.op != "output":
                 raise NotImplementedError(f"{reader.target} of a value with gaps in its memory")
-        for old in sorted(set().union(*asked.values()) - copied):
-            copied.add(old)
+        fresh = set().union(*asked.values()) - copied
+        if not fresh:
+            return
+        copied |= fresh
+        for old in sorted(fresh):
             emitter.origin, new = old, turned.pop(old)
             copy = account.replacements[old] = emitter.laid_out_as(new, old)
             if new in account.leaving:

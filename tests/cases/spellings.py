@@ -719,7 +719,7 @@ def renormalised_masked_policy(logits: Tensor, target: Tensor, allowed: Tensor) 
 # ---------------------------------------------------------------- soft targets
 
 
-@spelling("soft targets", fused=None, notes="the [N,V] one-hot itself is full-vocabulary")
+@spelling("soft targets")
 def one_hot_product(logits: Tensor, target: Tensor) -> Outputs:
     one_hot = F.one_hot(target, logits.shape[-1]).to(logits.dtype)
     return ((one_hot * logits.log_softmax(-1)).sum(-1),)

@@ -336,7 +336,8 @@ class Walked:
             )
 
     def _allowed(self, said: Any, found: Tensor, want: Tensor, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row.
+        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row, and so is
+        what a column mask leaves of a value where any of it is NaN.
 
         A sum that is divided by zero is the sum of its terms divided by zero, NaN for an infinite number.
         """
@@ -345,7 +346,9 @@ class Walked:
             return by_zero
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
         over = found.isnan() & torch.tensor(any(hot.replaces for hot in said.hots))
-        return by_zero | low | over
+        row = want.isnan().any(said.vdim, keepdim=True)
+        left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
+        return by_zero | low | over | left
 
 
 def _exceeds(found: Any, largest: float) -> bool:
