@@ -6,6 +6,7 @@ mutating operator in the joint graph lets the partitioner move its users into th
 
     the logits are              the operator     it writes over them
     made in this graph          row_grad_        always
+    written over with it        row_grad_        always: what a program does in place in backward (slime's entropy)
     saved, and nobody else's    row_grad_over    unless the graph is retained, or somebody looked at what autograd saved
     the caller's own            row_grad_over    consume_logits=True: unless the graph is retained
     seen by the caller          row_grad_over    consume_logits="auto": where nobody else can see them at that moment
@@ -31,6 +32,8 @@ from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
 from fx_passes.torch_private import PlainAOTInput, statically_known_true
+
+aten = torch.ops.aten
 
 _INPUT = "slime_fused_input"
 """Meta key of a joint graph's placeholder: why the caller's tensor may not be overwritten, or "" if it may."""
@@ -112,6 +115,8 @@ def inplace(
         return decisions
     aliases = Aliases(graph)
     for node in gradients:
+        _write_over(graph, aliases, node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default):
         reason = ""
         owner: Owner = ""
         after: list[Node] = []
@@ -127,6 +132,23 @@ def inplace(
         if not reason:
             aliases.replaced(node, _rewrite(graph, node, owner, after))
     return decisions
+
+
+def _write_over(graph: Graph, aliases: Aliases, node: Node) -> None:
+    """Makes one operator of `node` and the copy of it over its own logits, if that is all that becomes of it."""
+    x, copy = node.args[0], next(iter(node.users), node)
+    assert isinstance(x, Node), node
+    over = copy.target is aten.copy_.default and copy.args[0] is x
+    if not over or copy.users or len(node.users) > 1:
+        return
+    copy.prepend(node)
+    try:
+        _check_layout(x, node)
+        _check_readers(aliases, x, node, copy)
+    except _Refused:
+        return
+    graph.erase_node(copy)
+    aliases.replaced(node, _rewrite(graph, node, "", []))
 
 
 def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> Node:
@@ -217,14 +239,14 @@ def _is_kernel(node: Node) -> bool:
     return own or target in MATMULS
 
 
-def _check_readers(aliases: Aliases, x: Node, node: Node) -> None:
+def _check_readers(aliases: Aliases, x: Node, node: Node, copy: Node | None = None) -> None:
     for alias in aliases.of(x):
         if alias is not x and alias in node.all_input_nodes:
             raise _Refused("the gradient's coefficients alias the logits")
         for user in alias.users:
             if user.op == "output":
                 raise _Refused("the logits leave the backward graph")
-            if user is node or aliases.only_views(user, x):
+            if user in (node, copy) or aliases.only_views(user, x):
                 continue
             if user > node:
                 raise _Refused(f"the logits are read again at {source_of(user) or user.name}")

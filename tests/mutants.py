@@ -711,6 +711,21 @@ MUTANTS = [
             "            if False:",
         ),
         (
+            "a value is written over logits that it is not copied to", "inplace.py", "test_inplace.py copied",
+            " and copy.args[0] is x",
+            "",
+        ),
+        (
+            "backward's writes stand where they are", "graph/order.py", "test_changed_logits.py changed",
+            "    late = [write for write in before if is_backward(write)]",
+            "    late = []",
+        ),
+        (
+            "logits that backward changes are written over though they are read later", "inplace.py", "test_inplace.py copied",
+            "        _check_readers(aliases, x, node, copy)\n    except",
+            "        pass\n    except",
+        ),
+        (
             "changed inputs are roots", "graph/changes.py", "test_changed_logits.py divided",
             "    if not is_joint(graph):",
             "    if True:",

@@ -26,7 +26,8 @@ from fx_passes.graph.facts import is_backward
 #     the same, if backward does,       and whatever shares its memory: is no root. The first value that is made of
 #     or if it has aliases,             it is, and that one is nobody else's (`Changes.never`)
 #     or if torch copies after forward
-#     one that backward alone changes   the same: the partitioner puts what it computes again in backward after the copy
+#     one that backward alone changes,  may be read everywhere: the copy is the last thing that backward does
+#     without aliases
 #
 # That a read comes before the copy is a matter of order: NOTE [Who reads an input reads it before it is written].
 # An inference graph is forward alone and reads its inputs before the copy.
@@ -70,20 +71,22 @@ def changes_of(graph: Graph) -> Changes:
                 late.add(written)
             else:
                 writes.setdefault(written, []).append(node)
-    outside = changed_outside(graph) | (late - writes.keys())  # backward alone
-    if not writes and not outside:
+    outside = changed_outside(graph)
+    if not writes and not late and not outside:
         return Changes()
     aliases = Aliases(graph)
+    memory = {written: frozenset(aliases.of(written)) for written in (*writes, *late)}
     left, never = {}, {alias for node in outside for alias in aliases.of(node)}
-    for written in writes:
-        memory = frozenset(aliases.of(written))
-        value = _left_in(written, [w for alias in memory for w in writes.get(alias, ())])
-        alone = sum(n.op in ("placeholder", "get_attr") for n in memory) == 1
-        if value is not None and alone and not memory & outside:
-            left[written] = value
-        else:
-            never |= memory
-    return Changes(frozenset(never), left, {n: frozenset(aliases.of(n)) for n in left})
+    for written, shared in memory.items():
+        if sum(n.op in ("placeholder", "get_attr") for n in shared) > 1 or shared & outside:
+            never |= shared
+        elif written in writes:
+            value = _left_in(written, [w for alias in shared for w in writes.get(alias, ())])
+            if value is None:
+                never |= shared
+            else:
+                left[written] = value
+    return Changes(frozenset(never), left, {written: memory[written] for written in left})
 
 
 def keep_out_of_backward(graph: Graph) -> None:

@@ -74,15 +74,21 @@ def tidy(graph: Graph) -> None:
 # NOTE [Who reads an input reads it before it is written]
 # Torch's graphs are functional but for their end, where inputs that the program changes are written by `copy_`. A node
 # that a pass makes of such an input means what was given; nothing in the graph itself says that it has to run before
-# the write, so the order says it.
+# the write, so the order says it. The partitioner (torch 2.13) takes a write that stands before what is computed from
+# a tangent to the front of backward, before all that it computes again there: a write of backward stands last.
 
 
 def sort(graph: Graph) -> None:
-    """Puts every node after its inputs, every write after the new nodes that read there; else keeps the order."""
+    """Puts every node after its inputs, every write after the new nodes that read there, backward's last of all.
+
+    Else keeps the order.
+    """
     placed: set[Node] = set()
     last = None
     before = _readers_of_written(graph)
-    for node in list(graph.nodes):
+    late = [write for write in before if is_backward(write)]
+    *nodes, output = graph.nodes
+    for node in (*(n for n in nodes if n not in late), *late, output):
         stack = [node]
         while stack:
             top = stack[-1]

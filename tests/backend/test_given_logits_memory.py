@@ -45,7 +45,7 @@ def _peak(fn: Callable[..., Tensor], logits: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["megatron", "megatron_fused"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_two_values_at_one_time(name: str, dtype: torch.dtype) -> None:
     from megatron.core import parallel_state
 

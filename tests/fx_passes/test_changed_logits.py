@@ -169,8 +169,80 @@ class ChangesInBackward(torch.autograd.Function):
         return softmax.mul_(logits).mul_(-grad[:, None])
 
 
+class ChangesBack(ChangesInBackward):
+    """verl's: subtracts, and adds again."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, softmax, expected = ctx.saved_tensors
+        logits.sub_(expected)
+        softmax.mul_(logits).mul_(-grad[:, None])
+        logits.add_(expected)
+        return softmax
+
+
+class ReadsAndChangesInBackward(ChangesInBackward):
+    """What is computed element by element of the logits before the change is wanted after it."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, softmax, expected = ctx.saved_tensors
+        before = logits.cos()
+        logits.sub_(expected)
+        return softmax.mul_(logits).mul_(-grad[:, None]) + before
+
+
+class ChangesSomeInBackward(ChangesInBackward):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, softmax, expected = ctx.saved_tensors
+        gradient = softmax * (logits - expected) * -grad[:, None]
+        logits[1:3].mul_(2)
+        return gradient
+
+
+class ChangesToTheGradient(ChangesInBackward):
+    """The gradient itself is what is left in the logits."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        logits, softmax, expected = ctx.saved_tensors
+        logits.sub_(expected).mul_(softmax).mul_(-grad[:, None])
+        return logits.clone()
+
+
 def changed_in_backward(logits: Tensor, target: Tensor) -> Tensor:
     return ChangesInBackward.apply(logits)
+
+
+def changed_back(logits: Tensor, target: Tensor) -> Tensor:
+    return ChangesBack.apply(logits)
+
+
+def read_and_changed_in_backward(logits: Tensor, target: Tensor) -> Tensor:
+    return ReadsAndChangesInBackward.apply(logits)
+
+
+def some_changed_in_backward(logits: Tensor, target: Tensor) -> Tensor:
+    return ChangesSomeInBackward.apply(logits)
+
+
+def changed_to_the_gradient(logits: Tensor, target: Tensor) -> Tensor:
+    return ChangesToTheGradient.apply(logits)
+
+
+def changed_in_backward_beside_another_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return ChangesInBackward.apply(logits) + _token(logits.log_softmax(-1), target)
+
+
+IN_BACKWARD = [
+    changed_in_backward,
+    changed_back,
+    read_and_changed_in_backward,
+    some_changed_in_backward,
+    changed_to_the_gradient,
+    changed_in_backward_beside_another_loss,
+]
 
 
 FUNCTIONS = [
@@ -178,7 +250,7 @@ FUNCTIONS = [
     another_softmax_is_left,
     everything_in_place,
     two_losses,
-    changed_in_backward,
+    *IN_BACKWARD,
     divided_before,
     divided_after,
     divided_after_a_view,
@@ -254,12 +326,19 @@ def test_value_gradient_and_change_are_eagers(
             _check(fn, VOCAB, dtype, False, {**harness.OPTIONS, **options})
 
 
+@pytest.mark.parametrize("fn", IN_BACKWARD)
+def test_changes_in_backward_under_inductor(fn: Callable[..., Tensor]) -> None:
+    _check(fn, VOCAB, torch.float32, True, {**harness.OPTIONS, "inner": "inductor"})
+
+
 def _twice(loss: Tensor, leaf: Tensor) -> None:
     for _ in range(2):
         torch.autograd.grad(loss, leaf, retain_graph=True)
 
 
-@pytest.mark.parametrize("fn", [cross_entropy_in_place, changed_in_backward])
+@pytest.mark.parametrize(
+    "fn", [cross_entropy_in_place, changed_in_backward, changed_to_the_gradient]
+)
 def test_what_eager_refuses_is_refused(fn: Callable[..., Tensor]) -> None:
     """Logits that are changed again before backward, and backward twice, where it reads what it has changed."""
     torch._dynamo.reset()

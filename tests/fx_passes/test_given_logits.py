@@ -140,8 +140,7 @@ def check(row: Row, found: list[dict[str, Any]]) -> None:
         assert sum(report["fused"] for report in reports) >= 1, (
             reports
         )  # the gradient may be arithmetic
-        if row.loss.startswith("megatron"):
-            assert sum(report["wide_after"] for report in reports) <= 1, reports
+        assert sum(report["wide_after"] for report in reports) <= 1, reports
         truth = {"value": value.detach(), "gradient": grad.chunk(row.ranks, -1)[rank]}
         for what, got in each["got"].items():
             if what == "left by backward" and row.option == "consume":

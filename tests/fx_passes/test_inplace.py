@@ -106,6 +106,38 @@ def test_logits_made_in_the_graph() -> None:
     assert (decision.in_place, decision.owner) == (True, "")
 
 
+def _copied(b: Backward, over: Node, *returned: Node, used: bool = False) -> list[Any]:
+    """What is left of a gradient that is copied over `over`: the targets of the graph."""
+    gradient = b.gradient()
+    copy = b.s.call(aten.copy_.default, over, gradient)
+    if used:
+        returned = (*returned, copy)
+    b.s.graph.output(returned)
+    inplace(b.s.graph, set(), False)
+    return [node.target for node in b.s.graph.nodes if node.op == "call_function"]
+
+
+def test_what_is_copied_over_the_logits_is_written_there() -> None:
+    b = Backward()
+    assert _copied(b, b.x, b.weight) == [row_grad_]
+
+
+def test_copied_over_another_tensor() -> None:
+    b = Backward()
+    assert row_grad in _copied(b, b.s.input("logits", (ROWS, VOCAB)))
+
+
+def test_copied_over_the_logits_and_read() -> None:
+    b = Backward()
+    assert row_grad in _copied(b, b.x, used=True)
+
+
+def test_copied_over_logits_that_were_read_for_later_use() -> None:
+    b = Backward()
+    early = b.s.call(aten.tanh.default, b.x)
+    assert row_grad in _copied(b, b.x, early)
+
+
 def test_a_matrix_product_may_read_the_logits_before() -> None:
     """A kernel of its own reads when it stands in the graph, which the gradient waits for."""
     b = Backward()
