@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
@@ -16,6 +17,10 @@ if "OMP_NUM_THREADS" not in os.environ:
 # A torch for CUDA without a device replaces its guard by an object of the first thread that traces, and torch 2.11
 # calls it after that thread has ended. This thread lasts.
 torch._C._ensureCUDADeviceGuardSet()
+
+# For its log, Dynamo times the guards of all that it compiles, and flushes the processor's caches to do so: a fifth of
+# the time of a small compile.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
