@@ -146,7 +146,7 @@ class Context:
         """0 for each row, NaN for one that has no softmax."""
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
-        return self.emitter.call(aten.mul.Tensor, log_sum, 0)
+        return self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
 
     def where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
         """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""

@@ -15,3 +15,13 @@ def test_right(name: str) -> None:
     program = programs.RIGHT[name]
     verdict = Judge().judge(program)
     assert verdict.kind == "equal", f"{verdict}\n{program.source}"
+
+
+NAN = [name for name in programs.RIGHT if "NaN" in name]
+
+
+@pytest.mark.parametrize("name", NAN, ids=_id)
+def test_not_a_number_stays_under_inductor(name: str) -> None:
+    program = programs.RIGHT[name]
+    verdict = Judge(inner="inductor").judge(program)
+    assert verdict.kind == "equal", f"{verdict}\n{program.source}"
