@@ -115,8 +115,8 @@ def inplace(
         return decisions
     aliases = Aliases(graph)
     for node in gradients:
-        _write_over(graph, aliases, node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default):
+        if _write_over(graph, aliases, node):
+            continue
         reason = ""
         owner: Owner = ""
         after: list[Node] = []
@@ -134,21 +134,22 @@ def inplace(
     return decisions
 
 
-def _write_over(graph: Graph, aliases: Aliases, node: Node) -> None:
+def _write_over(graph: Graph, aliases: Aliases, node: Node) -> bool:
     """Makes one operator of `node` and the copy of it over its own logits, if that is all that becomes of it."""
     x, copy = node.args[0], next(iter(node.users), node)
     assert isinstance(x, Node), node
     over = copy.target is aten.copy_.default and copy.args[0] is x
     if not over or copy.users or len(node.users) > 1:
-        return
+        return False
     copy.prepend(node)
     try:
         _check_layout(x, node)
         _check_readers(aliases, x, node, copy)
     except _Refused:
-        return
+        return False
     graph.erase_node(copy)
     aliases.replaced(node, _rewrite(graph, node, "", []))
+    return True
 
 
 def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> Node:

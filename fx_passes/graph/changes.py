@@ -78,14 +78,13 @@ def changes_of(graph: Graph) -> Changes:
     memory = {written: frozenset(aliases.of(written)) for written in (*writes, *late)}
     left, never = {}, {alias for node in outside for alias in aliases.of(node)}
     for written, shared in memory.items():
-        if sum(n.op in ("placeholder", "get_attr") for n in shared) > 1 or shared & outside:
+        aliased = sum(n.op in ("placeholder", "get_attr") for n in shared) > 1
+        early = [write for alias in shared for write in writes.get(alias, ())]
+        value = _left_in(written, early) if early else None
+        if aliased or shared & outside or (early and value is None):
             never |= shared
-        elif written in writes:
-            value = _left_in(written, [w for alias in shared for w in writes.get(alias, ())])
-            if value is None:
-                never |= shared
-            else:
-                left[written] = value
+        elif value is not None:
+            left[written] = value
     return Changes(frozenset(never), left, {written: memory[written] for written in left})
 
 

@@ -38,8 +38,8 @@ _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceed
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[Frame, float] = {}
-_restarts_of: dict[tuple[str, float, float], tuple[Frame, ...]] = {}
-"""By compilation, its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
+_restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
+"""By compilation, then its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
 
 
 def harvest() -> None:
@@ -49,8 +49,8 @@ def harvest() -> None:
         _seen.setdefault(frame, when)
     for each in metrics:
         if each.compile_id and each.restart_reasons:
-            began = (each.start_time_us or 0) / 1e6
-            _restarts_of[each.compile_id, began, _ended(each)] = tuple(_restarts(each))
+            during = ((each.start_time_us or 0) / 1e6, _ended(each))
+            _restarts_of.setdefault(each.compile_id, {})[during] = tuple(_restarts(each))
 
 
 def process_frames() -> dict[Frame, float]:
@@ -82,8 +82,8 @@ def breaks_before(compilation: str, during: float, at_end: Frame | None) -> tupl
     """The graph breaks of the compilation that ran at a time (`time.time()`): that of its graph, and its restarts."""
     found = (
         restarts
-        for (name, began, ended), restarts in list(_restarts_of.items())
-        if name == compilation and began <= during <= ended
+        for (began, ended), restarts in list(_restarts_of.get(compilation, {}).items())
+        if began <= during <= ended
     )
     return with_restarts([at_end] if at_end else [], next(found, ()))
 
