@@ -27,6 +27,7 @@ from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.order import computed, tidy
+from fx_passes.graph.returned import Returned
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
@@ -195,6 +196,7 @@ def _rounded(walk: Walk) -> list[Node]:
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     """The only edits of the user's graph: replacements, then fewer collectives."""
     graph, roots = walk.graph, walk.account.softmax_roots
+    returned = Returned(graph)
     for old, new in walk.account.replacements.items():
         old.replace_all_uses_with(new, delete_user_cb=functools.partial(operator.is_not, new))
     for copy in walk.account.unchanged:
@@ -209,6 +211,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     if merged.before:
         tidy(graph)
     _leave_out_unread_statistics(graph)
+    returned.keep_apart(emitter.fake_mode)
     graph.lint()
     return merged
 

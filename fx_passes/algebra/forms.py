@@ -118,12 +118,16 @@ class Guard(Enum):
 
 @dataclass(frozen=True)
 class Mask:
-    """A boolean full-vocabulary value: `guard` (or its negation); `index` for COLUMN, the row mask for ROW."""
+    """A boolean full-vocabulary value: `guard` (or its negation); `index` for COLUMN, the row mask for ROW.
+
+    `at_nan`: what it is where the value that was compared is NaN.
+    """
 
     guard: Guard
     form: Form
     negated: bool = False
     index: Node | None = None
+    at_nan: bool = False
 
     def invert(self) -> Mask:
-        return replace(self, negated=not self.negated)
+        return replace(self, negated=not self.negated, at_nan=not self.at_nan)

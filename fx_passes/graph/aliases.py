@@ -5,6 +5,7 @@ By storage and by the operators' own alias declarations; that a user wrote `clon
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -47,7 +48,7 @@ class Aliases:
         for node in graph.nodes:
             for base in viewed_inputs(node):
                 self._join(base, node)
-            for storage in _storages(node):
+            for storage in () if _makes_several(node) else _storages(node):
                 self._join(by_storage.setdefault(storage, node), node)
         self._members: dict[Node, list[Node]] = {}
         for node in graph.nodes:
@@ -96,6 +97,8 @@ def viewed_inputs(node: Node) -> list[Node]:
         return []
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
+        if target is operator.getitem and _makes_several(node.all_input_nodes[0]):
+            return []
         return list(node.all_input_nodes)  # getitem, higher-order operators: taken for views
     if target in _VIEWS_UNDECLARED or _converts_nothing(node):
         return list(node.all_input_nodes)
@@ -109,6 +112,22 @@ def viewed_inputs(node: Node) -> list[Node]:
         for n in (a if isinstance(a, list | tuple) else (a,))
         if isinstance(n, Node)
     ]
+
+
+def own_copy(graph: Graph, node: Node) -> Node:
+    """A copy of `node` at the insertion point: the larger of two that are one. Inductor takes out many a clone."""
+    copy = graph.call_function(aten.maximum.default, (node, node))
+    copy.meta = {**node.meta, "val": value(node).clone()}
+    return copy
+
+
+def _makes_several(node: Node) -> bool:
+    """An operator that returns several new tensors, each with memory of its own."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(
+        value(node), tuple | list
+    ):
+        return False
+    return not any(r.alias_info is not None for r in node.target._schema.returns)
 
 
 def written_inputs(node: Node) -> list[Node]:

@@ -12,9 +12,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fx_passes.graph.aliases import Aliases, changed_outside, written_inputs
+from fx_passes.graph.aliases import Aliases, changed_outside, own_copy, written_inputs
 from fx_passes.graph.backward import is_joint
 from fx_passes.graph.facts import is_backward
+from fx_passes.graph.order import computed
+
+aten = torch.ops.aten
 
 # NOTE [Logits that the graph changes]
 # A joint graph is functional: a change of an input in place is a new value that is copied over the input at the end of
@@ -89,12 +92,39 @@ def changes_of(graph: Graph) -> Changes:
 
 
 def keep_out_of_backward(graph: Graph) -> None:
-    """What forward reads of inputs that it changes is saved, not computed again from what it left in them."""
+    """What is read of inputs that forward changes is saved, not computed again from what it left in them.
+
+    What backward itself reads of them is a copy that forward makes.
+    """
     changes = changes_of(graph)
     changed = changes.never.union(*changes.aliases.values())
-    for reader in {user for alias in changed for user in alias.users} - changed:
-        if reader.op == "call_function" and reader.target is not torch.ops.aten.copy_.default:
-            reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    readers = {user for node in changed for user in node.users if _computes(user)} - changed
+    late = readers - computed(graph, {}, forward=True) if readers else set()
+    if late:
+        if late == readers and any(reader.meta.get("slime_fused") for reader in late):
+            # the partitioner makes in forward only what forward needs
+            raise NotImplementedError("backward alone reads an input that forward changes")
+        readers = _read_copies(graph, [n for n in changed if n.op in ("placeholder", "get_attr")])
+    for reader in readers:
+        reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _read_copies(graph: Graph, inputs: list[Node]) -> set[Node]:
+    """Copies that all readers of `inputs` read from now on."""
+    copies = set()
+    *_, last = (node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    for node in inputs:
+        readers = [user for user in node.users if _computes(user)]
+        with graph.inserting_after(last):
+            copy = own_copy(graph, node)
+        for user in readers:
+            user.replace_input_with(node, copy)
+        copies.add(copy)
+    return copies
+
+
+def _computes(node: Node) -> bool:
+    return node.op == "call_function" and node.target is not aten.copy_.default
 
 
 def _left_in(node: Node, writes: list[Node]) -> Node | None:
@@ -102,5 +132,5 @@ def _left_in(node: Node, writes: list[Node]) -> Node | None:
     if len(writes) != 1 or node.op != "placeholder":
         return None
     (write,) = writes
-    value = write.args[1] if write.target is torch.ops.aten.copy_.default else None
+    value = write.args[1] if write.target is aten.copy_.default else None
     return value if isinstance(value, Node) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -22,6 +23,9 @@ from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
 
+_TRUE_OF_NAN = {aten.ne.Scalar}
+"""Comparisons that hold of NaN."""
+
 Seen = tuple[Guard, bool]
 """A guard, and whether the comparison is its negation."""
 
@@ -38,7 +42,7 @@ def compare(guards: Callable[[Node, Form, float], Seen | None]) -> Callable[...,
         if isinstance(operand, Form) and number is not None:
             known = None if operand.clamped else guards(node, operand, number)
             if known is not None:
-                return Mask(known[0], operand, known[1])
+                return Mask(known[0], operand, known[1], at_nan=node.target in _TRUE_OF_NAN)
         raise Refused("a comparison over the vocabulary that is not a known guard")
 
     return rule
@@ -143,7 +147,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
     if len(shape) != len(mask.form.shape) and mask.index is not None:
         vdim = mask.form.vdim + len(shape) - len(mask.form.shape)
         index = c.emitter.align(mask.index, len(shape))
-        mask = Mask(mask.guard, mask.form.with_(shape=shape, vdim=vdim), mask.negated, index)
+        mask = replace(mask, form=mask.form.with_(shape=shape, vdim=vdim), index=index)
     if isinstance(inside, Form) or isinstance(outside, Form):
         left, right = pair(c, node, inside, outside)
     else:
@@ -157,7 +161,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
         raise Refused("where another value is NaN, NaN is put")
     if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
-            return right
+            return _beside_guarded_rows(c, mask, right)
         raise Refused(f"where {mask.guard.value}, another value is put to zero")
     raise Refused(f"where {mask.guard.value}, another value than the limit is put")
 
@@ -185,6 +189,25 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
     scale, factor = term.scale.as_number(), form.f.as_number()
     both = scale is not None and factor is not None and scale > 0 and factor > 0
     return both and form.e.is_zero
+
+
+def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
+    """`form`, and zero in rows that the mask takes whole, where a softmax is NaN.
+
+    Of logits, and of exponentials that nothing was subtracted from: rows of nothing but -inf. What is normalised is NaN
+    in those rows, which `p > 0` takes and `p == 0` does not.
+    """
+    compared = -mask.form.exps[0].shift if mask.form.is_exp and mask.form.exps else mask.form.e
+    normalised = any(map(c.statistics.is_one, compared.atoms()))
+    if not form.exps or (normalised and not mask.at_nan):
+        return form
+    assert form.x is not None
+    stats, dtype = c.stats(form, form.exps[0].scale), compute_dtype(form.x)
+    if normalised:
+        left = c.emitter.call(aten.eq.Scalar, c.nothing(form, stats), 0)
+    else:
+        left = c.emitter.call(aten.ne.Scalar, c.emit_rows(stats.max, form, form.x), -math.inf)
+    return scaled(form, Poly.atom(c.rows.place(c.emitter.cast(left, dtype))))
 
 
 def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:

@@ -34,7 +34,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         raise Refused("a full-vocabulary value is cast to integers")
     form = as_form(operand)
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
-    if form.x is not None and linear and narrow.itemsize < min(4, value(form.x).dtype.itemsize):
+    if form.x is not None and linear and narrow.itemsize < 4 and narrow is not value(form.x).dtype:
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     return form
@@ -247,7 +247,7 @@ def _exponential(c: Context, form: Form, a: Poly) -> Exp:
         whole = float(number).is_integer() and abs(number) <= 4
         if whole and len(monomial) == 1 and monomial[0][1] == 1:
             inner = c.rows.log_argument(monomial[0][0])
-            if inner is not None:
+            if inner is not None and not c.rows.is_given(inner):  # which may be negative
                 shift += Poly({monomial: number})
                 a = a * Poly({((inner, int(number)),): 1.0})
     return Exp(form.f, shift, a)

@@ -1,7 +1,8 @@
 """What operators mean on row scalars: the polynomial that a node with one number per row computes.
 
 None where a rule cannot say: the node is then an atom of its own. `MAX_TERMS` keeps polynomials small; beyond it a sum
-is an atom, too.
+is an atom, too. So is what only tensors go into that are made of no logits, where nothing cancels: `r - q` spread over
+products would be the difference of large numbers, and a product of float64 rows may be beyond float32.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def row_sum(sign: float) -> RowRule:
         plain = node.kwargs.get("alpha", 1) == 1
         if not plain or left is None or right is None:
             return None
-        if len(left.terms) + len(right.terms) > MAX_TERMS:
+        total, terms = left + right * Poly.number(sign), len(left.terms) + len(right.terms)
+        if terms > MAX_TERMS or (len(total.terms) == terms and _are_given(rows, left, right)):
             return None
-        return left + right * Poly.number(sign)
+        return total
 
     return rule
 
@@ -50,6 +52,8 @@ def row_product(divided: bool) -> RowRule:
         left, right = _operands(rows, node)
         if left is None or right is None or len(node.args) != 2 or node.kwargs:
             return None
+        if left.atoms() and right.atoms() and _are_given(rows, left, right):
+            return None
         factor = right.inverse() if divided else right
         if factor is None or len(left.terms) * len(factor.terms) > MAX_TERMS:
             return None
@@ -57,6 +61,11 @@ def row_product(divided: bool) -> RowRule:
         return product if _is_kept(rows, {*left.atoms(), *factor.atoms()}, product) else None
 
     return rule
+
+
+def _are_given(rows: RowScalars, *polys: Poly) -> bool:
+    atoms = [atom for poly in polys for atom in poly.atoms()]
+    return bool(atoms) and all(map(rows.is_given, atoms))
 
 
 def _is_kept(rows: RowScalars, atoms: set[Node], product: Poly) -> bool:

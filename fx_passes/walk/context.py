@@ -134,13 +134,16 @@ class Context:
         whose factors are zero in a row is not looked at there.
         """
         number = self.emit_rows(poly, form, node)
-        if poly.as_number() is None:
+        if any(self.statistics.is_one(atom) or self.rows.is_mass(atom) for atom in poly.atoms()):
             return number
         result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
         for term in form.exps:
             nothing = self.nothing(form, self.stats(form, term.scale))
             result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))
-        return self.emit_rows(result, form, number)
+        total = self.emit_rows(result, form, number)
+        if total is not number:
+            self.rows.meanings[total] = poly
+        return total
 
     def nothing(self, form: Form, stats: Stats) -> Node:
         """0 for each row, NaN for one that has no softmax."""

@@ -37,6 +37,7 @@ class RowScalars(RowNodes):
     Attributes:
         masses: nodes that are a row's sum of exponentials, each with the exponent that it is `exp` of.
         peaks: nodes that are the logit of each row that is largest once it is scaled.
+        of_logits: the user's nodes that are made of the logits.
     """
 
     def __init__(self, emitter: Emitter, table: Mapping[Target, RowRule]) -> None:
@@ -44,6 +45,7 @@ class RowScalars(RowNodes):
         self.table = table
         self.masses: dict[Node, Poly] = {}
         self.peaks: set[Node] = set()
+        self.of_logits: set[Node] = set()
 
     # -- meaning ---------------------------------------------------------------------------------
 
@@ -139,6 +141,12 @@ class RowScalars(RowNodes):
             return atom
         return self.emitter.align(atom, rank)
 
+    def is_given(self, atom: Node) -> bool:
+        """A tensor of the user's that is made of no logits."""
+        node = under(atom, VIEWS | CASTS)
+        given = not self.emitter.made(node) and node not in self.of_logits
+        return given and is_float_tensor(node) and not self._is_placed(atom)
+
     # -- exponentials ----------------------------------------------------------------------------
 
     def exponent(self, node: Node) -> Poly | None:
@@ -209,10 +217,13 @@ class RowScalars(RowNodes):
         self.masses[node] = height + log_sum
         return node
 
+    def is_mass(self, atom: Node) -> bool:
+        """A row's sum of exponentials, seen through views."""
+        return atom in self.masses or under(atom, RESHAPES) in self.masses
+
     def mass_exponent(self, atom: Node) -> Poly | None:
-        """The exponent of a row's sum of exponentials, seen through views."""
-        known = atom in self.masses or under(atom, RESHAPES) in self.masses
-        return self.exponent(atom) if known else None
+        """The exponent of a row's sum of exponentials."""
+        return self.exponent(atom) if self.is_mass(atom) else None
 
     def is_positive(self, poly: Poly) -> bool:
         """Greater than zero in every row: a positive number times exponentials."""

@@ -90,6 +90,8 @@ class Walk:
             for node in nodes:
                 self.context.emitter.origin = node
                 self.context.values[node] = self._visit(node)
+                if self._is_of_logits(node):
+                    self.context.rows.of_logits.add(node)
             spell_out(self.context, self.account)
             keep_layouts(self.context.emitter, self.account)
 
@@ -98,6 +100,13 @@ class Walk:
         meaning = self.context.values.get(node)
         x = logits_of(meaning) if isinstance(meaning, (Form, Mask)) else None
         return None if x is None else self.context.roots.root_of.get(x)
+
+    def _is_of_logits(self, node: Node) -> bool:
+        """Full-vocabulary, a number per row that stands in for the user's, or made of such."""
+        rows = self.context.rows
+        if not isinstance(self.context.values[node], Node) or node in self.account.replacements:
+            return True
+        return any(arg in rows.of_logits for arg in node.all_input_nodes)
 
     # -- visiting --------------------------------------------------------------------------------
 
@@ -250,7 +259,7 @@ class Walk:
 
         What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
         """
-        if not form.is_affine or form.f.is_zero or node in self.account.returned:
+        if not form.is_affine or form.f.is_zero or form.clamped or node in self.account.returned:
             return False
         rows, values = self.context.rows, self.context.values
         waiting, seen = [node], {node}

@@ -632,6 +632,90 @@ def log_probs_over_a_temperature(x: Tensor, temperature: Tensor, target: Tensor)
     return log_p.gather(-1, target[:, None])[:, 0] + log_p.softmax(-1)[:, 0]
 
 
+# ---------------------------------------------------------------- rows that are given
+
+
+@program("given rows", lambda: (logits(), 1e5 + some().float(), 1e5 + some().float().sin()))
+def entropy_times_a_difference(x: Tensor, reward: Tensor, baseline: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return (log_p.exp() * log_p).sum(-1) * (reward - baseline) * (reward - baseline)
+
+
+@program(
+    "given rows", lambda: (logits(), 1e5 + some().float(), 1e5 + some().float().sin(), tokens())
+)
+def column_times_a_difference(x: Tensor, reward: Tensor, baseline: Tensor, at: Tensor) -> Tensor:
+    weighted = x.log_softmax(-1) * (reward - baseline)[:, None]
+    return weighted.gather(-1, at[:, None])
+
+
+@program(
+    "given rows", lambda: (logits(), 1e6 + some().double().sin(), 1e6 - some().double(), tokens())
+)
+def difference_in_float64(x: Tensor, left: Tensor, right: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x * (left - right).float()[:, None], target, reduction="none")
+
+
+@program("given rows", lambda: (logits(), 1e200 * (2 + some().double().sin()), tokens()))
+def product_in_float64(x: Tensor, left: Tensor, target: Tensor) -> Tensor:
+    scale = (left * left.reciprocal().detach()).float()
+    return F.cross_entropy(x * scale[:, None], target, reduction="none")
+
+
+@program(
+    "given rows", lambda: (with_values(logits(), r1c3=math.nan, r4=-math.inf), some().float() + 1)
+)
+def softmax_of_a_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """It sums to the weight, and to NaN where there is no softmax."""
+    return (x.softmax(-1) * weight[:, None]).sum(-1)
+
+
+@program("given rows", lambda: (logits(), some().float().sin() - 0.2))
+def log_of_a_negative_number(x: Tensor, weight: Tensor) -> Tensor:
+    return (x + weight.log()[:, None]).exp().sum(-1)
+
+
+def empty_rows() -> Made:
+    return (with_values(logits(), r1=-math.inf, r3c2=-math.inf),)
+
+
+@program("empty rows", empty_rows)
+def entropy_where_there_are_logits(x: Tensor) -> Tensor:
+    """Of a row of nothing but -inf the mask leaves zero, where the softmax is NaN."""
+    terms = x.softmax(-1) * x.log_softmax(-1)
+    return -torch.where(x == -math.inf, 0.0, terms).sum(-1)
+
+
+@program(
+    "empty rows", lambda: (with_values(logits(), r1=-math.inf, r3c2=-math.inf, r4c1=math.nan),)
+)
+def entropy_where_positive(x: Tensor) -> Tensor:
+    """NaN is not greater than zero, either."""
+    p = x.softmax(-1)
+    return -torch.where(p > 0, p * x.log_softmax(-1), 0.0).sum(-1)
+
+
+@program("empty rows", lambda: (with_values(logits(), r1=math.nan, r3c2=-math.inf),))
+def entropy_where_not_zero(x: Tensor) -> Tensor:
+    """NaN is not zero."""
+    p = x.softmax(-1)
+    return -torch.where(p != 0, p * x.log_softmax(-1), 0.0).sum(-1)
+
+
+def some_columns() -> Made:
+    weight = (torch.arange(VOCAB) > 4).float().expand(6, VOCAB).contiguous()
+    values = with_values(logits(), **{f"r{r}c{c}": -math.inf for r in range(6) for c in range(5)})
+    return values, weight
+
+
+@program("clamped", some_columns)
+def clamped_log_probs_by_weights(x: Tensor, weight: Tensor) -> Tensor:
+    """As torch's Categorical clamps them: zero where the weight is, not NaN."""
+    log_p = x - x.logsumexp(-1, keepdim=True)
+    log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+    return (log_p * weight).sum(-1) - (log_p * log_p.exp()).sum(-1)
+
+
 @program("precision", lambda: (logits(offset=1000), some().float() * 0.37 + 0.3, logits(seed=3)))
 def shards_over_a_temperature(x: Tensor, temperature: Tensor, weight: Tensor) -> Tensor:
     """The maximum of all shards is no statistic of this one's."""
@@ -816,3 +900,16 @@ def test_a_factor_of_several_parts() -> None:
         ours += float((gradient(compiled, x) - true).square().sum())
         plain += float((gradient(similarity, x) - true).square().sum())
     assert ours < 4 * plain
+
+
+@pytest.mark.parametrize(("given", "between"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_logits_that_are_rounded_stay_rounded(given: str, between: str) -> None:
+    """Neither of the two is narrower than the other."""
+    torch._dynamo.reset()
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(x.to(getattr(torch, between)).float(), target, reduction="none")
+
+    x, target = logits(grad=False).to(getattr(torch, given)), tokens()
+    compiled = torch.compile(loss, backend="slime_fused", options=harness.OPTIONS)
+    torch.testing.assert_close(compiled(x, target), loss(x, target), rtol=1e-5, atol=1e-5)

@@ -29,6 +29,12 @@ class Read:
         self.rows = RowScalars(Emitter(self.s.graph, self.s.fake_mode), ROW_SCALARS)
 
     def row(self, *shape: int, role: str = "rows") -> Node:
+        """As if a statistic of logits: what is made of other rows alone stays as it is."""
+        row = self.given(*shape, role=role)
+        self.rows.of_logits.add(row)
+        return row
+
+    def given(self, *shape: int, role: str = "rows") -> Node:
         return self.s.input(role, shape or (ROWS, 1))
 
     def values(self, kind: str = "plain") -> Values:
@@ -62,6 +68,19 @@ def test_products_and_quotients_of_single_terms() -> None:
     assert r.rows.meaning(quotient) == Poly.atom(quotient), "1 / (a + b) is no polynomial"
 
 
+def test_rows_that_no_logits_are_in_stay_as_they_are() -> None:
+    """r - q spread over products would be the difference of large numbers."""
+    r = Read()
+    a, b, of_logits = r.given(), r.given(), r.row()
+    for target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
+        made = r.s.call(target, a, b)
+        assert r.rows.meaning(made) == Poly.atom(made)
+        assert r.rows.meaning(r.s.call(target, of_logits, b)).atoms().keys() >= {b}  # type: ignore[attr-defined]
+    moved = r.s.call(aten.unsqueeze.default, a, 2)
+    assert len(r.rows.meaning(r.s.call(aten.sub.Tensor, moved, r.given(ROWS, 1, 1))).terms) == 1
+    assert r.rows.meaning(r.s.call(aten.sub.Tensor, a, a)) == ZERO, "a tangent that is taken away"
+
+
 def test_a_rounding_is_looked_through_and_integers_are_not() -> None:
     r = Read()
     a, count = r.row(), r.s.input("hits", (ROWS, 1), torch.int64)
@@ -80,9 +99,9 @@ def test_a_multiple_that_is_added_is_not_read() -> None:
 def test_log_of_exp() -> None:
     r = Read()
     a = r.row()
-    product = r.s.call(
-        aten.mul.Tensor, r.s.call(aten.exp.default, a), r.s.call(aten.exp.default, a)
-    )
+    power = r.s.call(aten.exp.default, a)
+    r.rows.of_logits.add(power)
+    product = r.s.call(aten.mul.Tensor, power, power)
     assert r.rows.meaning(r.s.call(aten.log.default, product)) == Poly.number(2.0) * Poly.atom(a)
 
 

@@ -1,0 +1,78 @@
+"""What a graph returns stays as many tensors as it was.
+
+Entry point: `Returned`, made before a rewrite. Whoever changes one result in place must not find another one changed,
+nor an input; and autograd takes a tensor that comes back twice, once detached, for a tensor without a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fx_passes.graph.aliases import Aliases, own_copy, viewed_inputs
+from fx_passes.graph.facts import is_backward, value
+from fx_passes.torch_private import FakeTensorMode
+
+
+class Returned:
+    """The results of forward by their places, each with the results, and the inputs, that share its memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._before = self._memory()
+
+    def keep_apart(self, fake_mode: FakeTensorMode) -> None:
+        """Copies of results that share memory now with inputs, or with earlier results, which they did not before."""
+        output, results, now = self.graph.output_node(), self._results(), self._memory()
+        earlier: set[int | str] = set()
+        with self.graph.inserting_before(output):
+            for group in dict.fromkeys(self._before.values()):
+                places = [at for at in group if isinstance(at, int)]
+                shared = frozenset().union(*(now[at] for at in places)) - group
+                if any(at in earlier or isinstance(at, str) for at in shared):
+                    copies: dict[Node, Node] = {}
+                    for at in places:
+                        results[at] = self._copied(results[at], copies, fake_mode)
+                earlier |= group
+        output.args = (results[0] if isinstance(output.args[0], Node) else tuple(results),)
+
+    def _copied(self, node: Node, copies: dict[Node, Node], fake_mode: FakeTensorMode) -> Node:
+        """The same views of a copy of the memory."""
+        if node not in copies:
+            bases = viewed_inputs(node)
+            for base in bases:
+                self._copied(base, copies, fake_mode)
+            copies[node] = (
+                self._view(node, copies, fake_mode) if bases else own_copy(self.graph, node)
+            )
+        return copies[node]
+
+    def _view(self, node: Node, copies: dict[Node, Node], fake_mode: FakeTensorMode) -> Node:
+        copy = self.graph.node_copy(node, lambda arg: copies.get(arg, arg))
+        args, kwargs = map_arg((copy.args, copy.kwargs), value)
+        with fake_mode:
+            copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}  # type: ignore[operator]
+        return copy
+
+    def _results(self) -> list[Any]:
+        returned = self.graph.output_node().args[0]
+        return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+    def _memory(self) -> dict[int, frozenset[int | str]]:
+        aliases, results = Aliases(self.graph), self._results()
+        of_forward = {
+            at: node
+            for at, node in enumerate(results)
+            if isinstance(node, Node) and not is_backward(node)
+            if isinstance(value(node), torch.Tensor)
+        }
+        found: dict[int, frozenset[int | str]] = {}
+        for at, node in of_forward.items():
+            shared = set(aliases.of(node))
+            places = [other for other, result in of_forward.items() if result in shared]
+            inputs = [each.name for each in shared if each.op in ("placeholder", "get_attr")]
+            found[at] = frozenset([*places, *inputs])
+        return found

@@ -1,0 +1,131 @@
+"""What a compiled function returns stays as many tensors as it was, and nobody's argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import harness
+
+ROWS, VOCAB = 6, 41
+INNERS = ("aot_eager", "inductor")
+
+
+def token(log_probs: Tensor, target: Tensor) -> Tensor:
+    return log_probs.gather(-1, target[:, None])
+
+
+def new_and_old(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """As PPO's first step computes them."""
+    new = token(x.log_softmax(-1), target)
+    with torch.no_grad():
+        old = token(x.log_softmax(-1), target)
+    return new, old
+
+
+def old_and_new(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return tuple(reversed(new_and_old(x, target, weight)))
+
+
+def views_of_both(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The memory is the same, the nodes are not."""
+    new, old = new_and_old(x, target, weight)
+    return new[:, 0], old.squeeze(-1), old
+
+
+def a_metric_of_it(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    given = x.detach()
+    entropy = (x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+    return entropy, (given.softmax(-1) * given.log_softmax(-1)).sum(-1), x.logsumexp(-1).mean()
+
+
+def detached_inside(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Equal values with other gradients."""
+    log_probs, probs = x.log_softmax(-1), x.softmax(-1)
+    return (probs * log_probs).sum(-1), (probs.detach() * log_probs).sum(-1)
+
+
+def maxima(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        peak = x.amax(-1)
+    return x.amax(-1), peak, x.logsumexp(-1)
+
+
+def predictions(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return x.argmax(-1), x.log_softmax(-1).argmax(-1), x.logsumexp(-1)
+
+
+def weights_come_back(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """A softmax sums to its weight, which is the caller's."""
+    return (x.softmax(-1) * weight[:, None]).sum(-1), x.logsumexp(-1)
+
+
+def one_of_them_is_a_view(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """What shares memory in eager code does here."""
+    log_prob = token(x.log_softmax(-1), target)
+    return log_prob, log_prob.detach(), weight[1:]
+
+
+FUNCTIONS = (
+    new_and_old,
+    old_and_new,
+    views_of_both,
+    a_metric_of_it,
+    detached_inside,
+    maxima,
+    predictions,
+    weights_come_back,
+    one_of_them_is_a_view,
+)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(ROWS, VOCAB, generator=draw)).requires_grad_()
+    return x, torch.randint(VOCAB, (ROWS,), generator=draw), torch.rand(ROWS, generator=draw)
+
+
+def facts(fn: Callable[..., tuple[Tensor, ...]]) -> dict[str, Any]:
+    """What a caller sees of the results beside their values."""
+    args = inputs()
+    found = fn(*args)
+    memory = [each.untyped_storage().data_ptr() for each in (*found, *args)]
+    loss = sum((at + 1) * each.sum() for at, each in enumerate(found) if each.requires_grad)
+    (grad,) = torch.autograd.grad(loss, args[0])
+    return {
+        "values": [each.detach().clone() for each in found],
+        "gradient": grad,
+        "requires_grad": [each.requires_grad for each in found],
+        "memory": [[left == right for left in memory] for right in memory],
+    }
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_results_are_those_of_eager_code(fn: Callable[..., tuple[Tensor, ...]], inner: str) -> None:
+    torch._dynamo.reset()
+    options = {**harness.OPTIONS, "inner": inner}
+    eager, got = facts(fn), facts(torch.compile(fn, backend="slime_fused", options=options))
+    for name in ("requires_grad", "memory"):
+        assert got[name] == eager[name], name
+    torch.testing.assert_close(got["values"], eager["values"])
+    torch.testing.assert_close(got["gradient"], eager["gradient"])
+
+
+def test_a_result_that_is_changed_changes_no_other() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(predictions, backend="slime_fused", options=harness.OPTIONS)
+    args = inputs()
+    first, second, _ = compiled(*args)
+    expected = second.clone()
+    first.fill_(-100)
+    assert torch.equal(second, expected)
+    total, _ = torch.compile(weights_come_back, backend="slime_fused", options=harness.OPTIONS)(
+        *args
+    )
+    total.detach().zero_()
+    assert args[2].all(), "the caller's weights"
