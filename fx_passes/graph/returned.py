@@ -22,6 +22,12 @@ class Returned:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self._places = [
+            at
+            for at, node in enumerate(self._results())
+            if isinstance(node, Node) and not is_backward(node)
+            if isinstance(value(node), torch.Tensor)
+        ]
         self._before = self._memory()
 
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
@@ -63,12 +69,7 @@ class Returned:
 
     def _memory(self) -> dict[int, frozenset[int | str]]:
         aliases, results = Aliases(self.graph), self._results()
-        of_forward = {
-            at: node
-            for at, node in enumerate(results)
-            if isinstance(node, Node) and not is_backward(node)
-            if isinstance(value(node), torch.Tensor)
-        }
+        of_forward = {at: results[at] for at in self._places}
         found: dict[int, frozenset[int | str]] = {}
         for at, node in of_forward.items():
             shared = set(aliases.of(node))
