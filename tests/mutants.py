@@ -795,6 +795,56 @@ MUTANTS = [
             '        detached = [copy.graph.call_method("detach", (arg,)) for arg in copy.args[:2]]',
             "        detached = list(copy.args[:2])",
         ),
+        (
+            "two results may be one tensor", "fuse.py", "test_returned.py",
+            "    returned.keep_apart(emitter.fake_mode)\n",
+            "",
+        ),
+        (
+            "a copy of a result loses its views", "graph/returned.py", "test_returned.py views_of_both",
+            "                    copies: dict[Node, Node] = {}\n                    for at in places:",
+            "                    for at in places:\n                        copies: dict[Node, Node] = {}",
+        ),
+        (
+            "backward reads rows that forward has changed", "graph/changes.py", "test_changed_rows.py",
+            "    if late:",
+            "    if False:",
+        ),
+        (
+            "differences of given rows are spread", "rules/row_scalars.py", "test_soundness.py given_rows",
+            "    return bool(atoms) and all(map(rows.is_given, atoms))",
+            "    return False",
+        ),
+        (
+            "a clamp is forgotten where a value leaves", "walk/walk.py", "test_soundness.py clamped_log_probs_by_weights",
+            " or form.clamped or",
+            " or",
+        ),
+        (
+            "a row that a guard takes whole is NaN", "rules/guards.py", "test_soundness.py empty_rows",
+            "            return _beside_guarded_rows(c, mask, right)",
+            "            return right",
+        ),
+        (
+            "NaN is taken for zero", "rules/guards.py", "test_soundness.py entropy_where_not_zero",
+            "at_nan=node.target in _TRUE_OF_NAN",
+            "at_nan=False",
+        ),
+        (
+            "a softmax of NaN sums to its weight", "walk/context.py", "test_soundness.py softmax_of_a_weight",
+            "        if any(self.statistics.is_one(atom) or self.rows.is_mass(atom) for atom in poly.atoms()):",
+            "        if poly.as_number() is None:",
+        ),
+        (
+            "a given number has a log", "rules/pointwise.py", "test_soundness.py log_of_a_negative_number",
+            " and not c.rows.is_given(inner)",
+            "",
+        ),
+        (
+            "bfloat16 is as fine as float16", "rules/pointwise.py", "test_soundness.py rounded_stay",
+            "narrow.itemsize < 4 and narrow is not value(form.x).dtype",
+            "narrow.itemsize < min(4, value(form.x).dtype.itemsize)",
+        ),
     )
 ]
 # fmt: on
