@@ -807,7 +807,7 @@ MUTANTS = [
         ),
         (
             "backward reads rows that forward has changed", "graph/changes.py", "test_changed_rows.py",
-            "    if late:",
+            "    if readers - computed(graph, {}, forward=True):",
             "    if False:",
         ),
         (

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.aliases import Aliases, changed_outside, own_copy, written_inputs
 from fx_passes.graph.backward import is_joint
-from fx_passes.graph.facts import is_backward
+from fx_passes.graph.facts import is_backward, same_layout, value
 from fx_passes.graph.order import computed
 
 aten = torch.ops.aten
@@ -83,11 +83,11 @@ def changes_of(graph: Graph) -> Changes:
     for written, shared in memory.items():
         aliased = sum(n.op in ("placeholder", "get_attr") for n in shared) > 1
         early = [write for alias in shared for write in writes.get(alias, ())]
-        value = _left_in(written, early) if early else None
-        if aliased or shared & outside or (early and value is None):
+        final = _left_in(written, early) if early else None
+        if aliased or shared & outside or (early and final is None):
             never |= shared
-        elif value is not None:
-            left[written] = value
+        elif final is not None:
+            left[written] = final
     return Changes(frozenset(never), left, {written: memory[written] for written in left})
 
 
@@ -99,13 +99,13 @@ def keep_out_of_backward(graph: Graph) -> None:
     changes = changes_of(graph)
     changed = changes.never.union(*changes.aliases.values())
     readers = {user for node in changed for user in node.users if _computes(user)} - changed
-    late = readers - computed(graph, {}, forward=True) if readers else set()
-    if late:
-        if late == readers and any(reader.meta.get("slime_fused") for reader in late):
-            # the partitioner makes in forward only what forward needs
-            raise NotImplementedError("backward alone reads an input that forward changes")
+    if readers - computed(graph, {}, forward=True):
         readers = _read_copies(graph, [n for n in changed if n.op in ("placeholder", "get_attr")])
-    for reader in readers:
+        for copy in readers - computed(graph, {}, forward=True):
+            # the partitioner makes in forward only what forward needs
+            if any(user.meta.get("slime_fused") for user in copy.users):
+                raise NotImplementedError("backward alone reads an input that forward changes")
+    for reader in _with_own_copies(graph, readers):
         reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -123,6 +123,20 @@ def _read_copies(graph: Graph, inputs: list[Node]) -> set[Node]:
     return copies
 
 
+def _with_own_copies(graph: Graph, readers: set[Node]) -> set[Node]:
+    """The readers; clones among them become copies that inductor leaves in."""
+    for clone in [node for node in readers if node.target is aten.clone.default]:
+        source = clone.all_input_nodes[0]
+        if not same_layout(value(clone), value(source)):
+            continue
+        with graph.inserting_before(clone):
+            copy = own_copy(graph, source)
+        clone.replace_all_uses_with(copy)
+        graph.erase_node(clone)
+        readers = readers - {clone} | {copy}
+    return readers
+
+
 def _computes(node: Node) -> bool:
     return node.op == "call_function" and node.target is not aten.copy_.default
 
@@ -132,5 +146,5 @@ def _left_in(node: Node, writes: list[Node]) -> Node | None:
     if len(writes) != 1 or node.op != "placeholder":
         return None
     (write,) = writes
-    value = write.args[1] if write.target is aten.copy_.default else None
-    return value if isinstance(value, Node) else None
+    final = write.args[1] if write.target is aten.copy_.default else None
+    return final if isinstance(final, Node) else None
