@@ -806,6 +806,16 @@ MUTANTS = [
             "                    for at in places:\n                        copies: dict[Node, Node] = {}",
         ),
         (
+            "a number per row may cancel in the logits", "rules/pointwise.py", "test_soundness.py given_rows",
+            "    if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):",
+            "    if False:",
+        ),
+        (
+            "a number per row may cancel in a shift", "rules/row_scalars.py", "test_soundness.py given_rows",
+            "        return None if any(map(rows.is_given, gone)) and not is_backward(node) else total",
+            "        return total",
+        ),
+        (
             "backward reads rows that forward has changed", "graph/changes.py", "test_changed_rows.py",
             "    if readers - computed(graph, {}, forward=True):",
             "    if False:",

@@ -101,6 +101,18 @@ class Form:
     def is_identity(self) -> bool:
         return self.is_affine and self.e.is_zero and self.f == ONE
 
+    def inner_atoms(self) -> set[Node]:
+        """The row scalars that the logits are scaled and shifted by."""
+        polys = [poly for term in self.exps for poly in (term.scale, term.shift)]
+        polys += [self.e, self.f] if self.is_affine and not self.is_row else []
+        return {atom for poly in polys for atom in poly.atoms()}
+
+    def atoms(self) -> set[Node]:
+        """The row scalars in all coefficients."""
+        polys = [self.e, self.f, *(hot.weight for hot in self.hots), *(w for _, w in self.others)]
+        polys += [poly for term in self.exps for poly in (term.a, term.b)]
+        return self.inner_atoms().union(atom for poly in polys for atom in poly.atoms())
+
     def with_(self, **changes: Any) -> Form:
         return replace(self, **changes)
 

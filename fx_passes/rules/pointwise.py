@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.fx import Node
@@ -12,6 +12,7 @@ from fx_passes.algebra.arithmetic import Refused, add, only_unclamped, product, 
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
+from fx_passes.graph.operators import VIEWS, under
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
@@ -65,7 +66,7 @@ def plus(sign: float) -> Callable[..., Result]:
         one, two = pair(c, node, *_with_unknown(left, right))
         one, two = _same_shifts(c, one, two)
         total = add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)
-        return _kept(c, node, total, one, two)
+        return _kept(c, node, total, one, two, summed=True)
 
     return rule
 
@@ -75,10 +76,17 @@ def plus(sign: float) -> Callable[..., Result]:
 # logits do not vanish from a value of forward: what has a softmax of the row still in it, or the logits themselves,
 # shows what is in them. (A number that a whole row comes to, as a softmax's sum of 1: `Context.row_value`.) In backward
 # terms cancel for a while, and come back with the gradient of another use.
+#
+# No more do the program's own numbers per row: `r` of a softmax of `x + r`, `w` of `x * w / w`. Where one would, the
+# value is computed as the program does, and may be logits itself. A factor of zero takes out what it multiplies.
 
 
-def _kept(c: Context, node: Node, result: Form, *operands: Form) -> Form:
-    """`result` of a sum or a product, as long as the logits did not vanish from it."""
+def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = False) -> Form:
+    """`result` of a sum or a product, as long as neither the logits nor a number per row vanished from it."""
+    if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
+        raise Refused(
+            "a number per row cancels there, and with it NaN and infinities, which would be lost"
+        )
     if is_backward(node) or result.exps or all(form.is_row for form in operands):
         return result
     told = any(c.statistics.is_one(atom) for form in operands for atom in form.e.atoms())
@@ -87,6 +95,15 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form) -> Form:
             "the logits cancel there, and with them NaN and infinities, which would be lost"
         )
     return result
+
+
+def _loses_rows(c: Context, result: Form, operands: Sequence[Form], in_a_sum: bool) -> bool:
+    """Whether a number per row cancels; `in_a_sum` of backward, one that logits are shifted or scaled by."""
+    if any(form.is_row and form.e.is_zero for form in (result, *operands)):
+        return False
+    read = Form.inner_atoms if in_a_sum else Form.atoms
+    gone = {atom for form in operands for atom in read(form)} - result.atoms()
+    return any(c.rows.is_given(atom) and not is_backward(under(atom, VIEWS)) for atom in gone)
 
 
 def rsub(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand = 1) -> Result:
@@ -167,9 +184,13 @@ def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) 
         form = as_form(addend)
         product_of_rows = c.operand(left, form) * c.operand(right, form)
         rows = Form(form.shape, form.vdim, e=product_of_rows)
-        return add(form, rows, c.rows.zero_outside)
-    result = times(c, *pair(c, node, left, right))
-    return add(result, form_beside(c, addend, result), c.rows.zero_outside)
+        total = add(form, rows, c.rows.zero_outside)
+        return _kept(c, node, total, form, rows, summed=True)
+    one, two = pair(c, node, left, right)
+    result = _kept(c, node, times(c, one, two), one, two)
+    beside = form_beside(c, addend, result)
+    total = add(result, beside, c.rows.zero_outside)
+    return _kept(c, node, total, result, beside, summed=True)
 
 
 def div(
@@ -179,8 +200,10 @@ def div(
         raise Refused("a division that rounds, or by a full-vocabulary value")
     if isinstance(divisor, Form):
         form, divided = pair(c, node, left, divisor)
-        return times(c, form, _reciprocal(c, divided))
-    return normal(c, scaled(left, _inverse(c, c.operand(divisor, left), left)))
+        return _kept(c, node, times(c, form, _reciprocal(c, divided)), form, divided)
+    by = c.operand(divisor, left)
+    quotient = normal(c, scaled(left, _inverse(c, by, left)))
+    return _kept(c, node, quotient, left, Form(left.shape, left.vdim, e=by))
 
 
 def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result:

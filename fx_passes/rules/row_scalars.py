@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import is_float_tensor, shape_of
+from fx_passes.graph.facts import is_backward, is_float_tensor, shape_of
 from fx_passes.walk.row_scalars import RowRule, RowScalars
 
 MAX_TERMS = 8
@@ -42,7 +42,8 @@ def row_sum(sign: float) -> RowRule:
         total, terms = left + right * Poly.number(sign), len(left.terms) + len(right.terms)
         if terms > MAX_TERMS or (len(total.terms) == terms and _are_given(rows, left, right)):
             return None
-        return total
+        gone = {*left.atoms(), *right.atoms()}.difference(total.atoms())
+        return None if any(map(rows.is_given, gone)) and not is_backward(node) else total
 
     return rule
 

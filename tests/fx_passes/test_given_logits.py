@@ -27,9 +27,11 @@ TOKENS, VOCAB = 6, 72
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "consume": {"consume_logits": True},
+    "kept": {"consume_logits": False},
     "softmax": {"save": "softmax"},
     "verify": {"verify": True},
     "unmerged": {"merge_collectives": False},
+    "compared": {"check_ranks": True},
     "dynamic": {},
 }
 DTYPES = (torch.float32, torch.bfloat16)

@@ -177,6 +177,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, s.call(aten.add.Tensor, x, 1.0), x)
 
 
+@refused("a number per row cancels there, and with it NaN and infinities, which would be lost")
+def _(s: Scratch, x: Node) -> None:
+    shift = s.input("rows", (3, 1))
+    s.call(aten.sub.Tensor, s.call(aten.add.Tensor, x, shift), shift)
+
+
 @refused("a division by a softmax that may be masked")
 def _(s: Scratch, x: Node) -> None:
     p = exponential(s, x)

@@ -675,6 +675,34 @@ def log_of_a_negative_number(x: Tensor, weight: Tensor) -> Tensor:
     return (x + weight.log()[:, None]).exp().sum(-1)
 
 
+def rows_not_finite() -> Made:
+    row = with_values(1 + some().float()[:, None], r1=math.nan, r2=math.inf, r3=-math.inf, r4=0.0)
+    return logits(), row[:, 0], tokens()
+
+
+@program("given rows", rows_not_finite)
+def cross_entropy_of_a_shift(x: Tensor, shift: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x + shift[:, None], target, reduction="none")
+
+
+@program("given rows", rows_not_finite)
+def softmax_of_a_shift_spelled_out(x: Tensor, shift: Tensor, target: Tensor) -> Tensor:
+    exps = (x - shift[:, None]).exp()
+    return (exps / exps.sum(-1, keepdim=True)).gather(-1, target[:, None])
+
+
+@program("given rows", rows_not_finite)
+def log_prob_of_a_quotient(x: Tensor, scale: Tensor, target: Tensor) -> Tensor:
+    same = x * scale[:, None] / scale[:, None]
+    return same.log_softmax(-1).gather(-1, target[:, None])
+
+
+@program("given rows", rows_not_finite)
+def shift_of_a_row_value(x: Tensor, shift: Tensor, target: Tensor) -> Tensor:
+    log_sum = x.logsumexp(-1) + shift - shift
+    return (x - log_sum[:, None]).gather(-1, target[:, None])
+
+
 def empty_rows() -> Made:
     return (with_values(logits(), r1=-math.inf, r3c2=-math.inf),)
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import BACKWARD, TAG
 from fx_passes.rules import ROW_SCALARS
 from fx_passes.walk.row_scalars import RowScalars
 from tests.support.dense import Values, dense_poly
@@ -78,7 +79,11 @@ def test_rows_that_no_logits_are_in_stay_as_they_are() -> None:
         assert r.rows.meaning(r.s.call(target, of_logits, b)).atoms().keys() >= {b}  # type: ignore[attr-defined]
     moved = r.s.call(aten.unsqueeze.default, a, 2)
     assert len(r.rows.meaning(r.s.call(aten.sub.Tensor, moved, r.given(ROWS, 1, 1))).terms) == 1
-    assert r.rows.meaning(r.s.call(aten.sub.Tensor, a, a)) == ZERO, "a tangent that is taken away"
+    made = r.s.call(aten.sub.Tensor, a, a)
+    assert r.rows.meaning(made) == Poly.atom(made), "NaN of a is NaN of the difference"
+    taken_away = r.s.call(aten.sub.Tensor, a, a)
+    taken_away.meta[TAG] = BACKWARD
+    assert r.rows.meaning(taken_away) == ZERO, "a tangent that is taken away"
 
 
 def test_a_rounding_is_looked_through_and_integers_are_not() -> None:
