@@ -77,8 +77,9 @@ def plus(sign: float) -> Callable[..., Result]:
 # shows what is in them. (A number that a whole row comes to, as a softmax's sum of 1: `Context.row_value`.) In backward
 # terms cancel for a while, and come back with the gradient of another use.
 #
-# No more do the program's own numbers per row: `r` of a softmax of `x + r`, `w` of `x * w / w`. Where one would, the
-# value is computed as the program does, and may be logits itself. A factor of zero takes out what it multiplies.
+# No more do the program's own numbers per row: `r` of a softmax of `x + r`, `w` of `x * w / w`, the column that logits
+# are taken relative to. Where one would, the value is computed as the program does, and may be logits itself, whose
+# rows are then near zero as the program has them. A factor of zero takes out what it multiplies.
 
 
 def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = False) -> Form:
@@ -103,7 +104,14 @@ def _loses_rows(c: Context, result: Form, operands: Sequence[Form], in_a_sum: bo
         return False
     read = Form.inner_atoms if in_a_sum else Form.atoms
     gone = {atom for form in operands for atom in read(form)} - result.atoms()
-    return any(c.rows.is_given(atom) and not is_backward(under(atom, VIEWS)) for atom in gone)
+    return any(_is_programs_own(c, under(atom, VIEWS)) for atom in gone)
+
+
+def _is_programs_own(c: Context, atom: Node) -> bool:
+    """Given, and not to backward; or a column of the logits."""
+    if atom.target is aten.gather.default:
+        return True
+    return c.rows.is_given(atom) and not is_backward(atom)
 
 
 def rsub(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand = 1) -> Result:

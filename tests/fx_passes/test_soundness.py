@@ -703,6 +703,18 @@ def shift_of_a_row_value(x: Tensor, shift: Tensor, target: Tensor) -> Tensor:
     return (x - log_sum[:, None]).gather(-1, target[:, None])
 
 
+@program("given rows", lambda: (with_values(logits(), r1c3=-math.inf), torch.tensor([3] * ROWS)))
+def softmax_beside_a_column(x: Tensor, target: Tensor) -> Tensor:
+    """A column of -inf that is taken away."""
+    return (x - x.gather(-1, target[:, None])).softmax(-1)[:, 1]
+
+
+@program("given rows", lambda: (logits(offset=1e4), tokens()))
+def expectation_beside_a_column(x: Tensor, target: Tensor) -> Tensor:
+    y = (x - x.gather(-1, target[:, None])).detach()
+    return (y.softmax(-1) * y).sum(-1) - F.cross_entropy(x, target, reduction="none")
+
+
 def empty_rows() -> Made:
     return (with_values(logits(), r1=-math.inf, r3c2=-math.inf),)
 
