@@ -61,7 +61,9 @@ def far_rows(dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers (name, settings, arguments) with (result, arguments afterwards) or the exception."""
     from slime_compile.ops import cuda
+    from tests.support.interpreted import patch_once_a_launch
 
+    patch_once_a_launch()
     defaults = {name: value for name, value in vars(cuda).items() if name.isupper()}
     while True:
         try:
