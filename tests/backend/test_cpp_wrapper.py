@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,7 @@ import slime_compile
 OPTIONS = {"inductor.cpp_wrapper": True, "chunk_mib": 1, "strict": True}
 
 
+@pytest.mark.thorough  # C++ that takes 15 s to compile
 def test_a_head_whose_gradient_is_taken_in_forward() -> None:
     """Logits of 2 MiB: two chunks, so that the report and the rows' program are both texts of an operator."""
     hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (256, 2048))

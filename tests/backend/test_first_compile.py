@@ -25,11 +25,11 @@ print(time.process_time() - began)
 
 
 def test_imports_take_less_than_a_third_of_a_second(tmp_path: Path) -> None:
-    """On top of what inductor imports, with bytecode, as an installed package has: the first of three writes it.
+    """On top of what inductor imports, with bytecode, as an installed package has: the first of up to three writes it.
 
     0.15 to 0.22 s of CPU time on a busy machine.
     """
-    assert min(float(run_python(IMPORTS, str(tmp_path))) for _ in range(3)) < 0.3
+    assert any(float(run_python(IMPORTS, str(tmp_path))) < 0.3 for _ in range(3))
 
 
 def chunked(pieces: int) -> Any:

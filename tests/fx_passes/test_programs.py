@@ -1,4 +1,4 @@
-"""Programs made up from plain torch, compiled and judged: some in every run, thousands by `make fuzz`.
+"""Programs made up from plain torch, compiled and judged: some in every run, more by CI, thousands by `make fuzz`.
 
 The counts that a run prints are those of `program_judge.Counts`; a failure prints its smallest program as a script.
 """
@@ -21,6 +21,7 @@ from tests.support.programs import Program, _Drawing, draw_spec, generate, progr
 from tests.support.reduce import smallest
 
 BATCHES, PER_BATCH = 12, 18  # 0.3 s each: batches that workers can share
+QUICK = 8  # of the batches; the others are thorough
 MANY = 1_000_000  # where the seeds of `make fuzz` start
 
 
@@ -48,7 +49,13 @@ def _fails_like(judge: Judge, verdict: Verdict) -> Any:
     return lambda program: judge.judge(program).kind == verdict.kind
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *range(QUICK),
+        *(pytest.param(batch, marks=pytest.mark.thorough) for batch in range(QUICK, BATCHES)),
+    ],
+)
 def test_programs(batch: int) -> None:
     counts = _run(batch * PER_BATCH, PER_BATCH)
     _assert_none(counts)

@@ -257,7 +257,14 @@ def test_rows_by_a_mask(graphs: list[Graph], masks: None) -> None:
     assert "the logits [u0, 37] at " in notes(last_report())[0]
 
 
-@pytest.mark.parametrize("fn", [slices_of_sequences, two_slices, rows_by_number])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        slices_of_sequences,
+        pytest.param(two_slices, marks=pytest.mark.thorough),
+        pytest.param(rows_by_number, marks=pytest.mark.thorough),
+    ],
+)
 def test_moved_under_inductor(fn: Loss) -> None:
     compare(compiled(fn, inner="inductor"), fn)
     assert len(told(last_report())) == 1

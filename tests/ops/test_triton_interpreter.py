@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EVERY_DTYPE = [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.thorough)]
 # 1..9: only single elements, or one group; 127..129, 1023, 1025: lanes; 2048 is a tile of fp32, 4096 of halves
 VOCABS = [1, 2, 3, 5, 8, 9, 127, 128, 129, 1023, 1025, 2048, 4097, 6151]
 SIZES = [
@@ -229,7 +230,7 @@ def test_stats_of_any_vocabulary(interpret: Interpreter, vocab: int, dtype: torc
     check_stats(interpret, x, torch.tensor([[1.0], [-0.7], [0.0]]), 1.3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("layout", layouts(torch.float32))
 def test_stats_of_any_layout(interpret: Interpreter, layout: str, dtype: torch.dtype) -> None:
     check_stats(interpret, layouts(dtype)[layout])
@@ -348,7 +349,7 @@ def test_grad_of_any_dtype(interpret: Interpreter, dtype: torch.dtype, out: torc
         check_grad(interpret, torch.randn(2, vocab).to(dtype), *packed, dtype=out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("layout", layouts(torch.float32))
 def test_in_place_is_bit_equal(interpret: Interpreter, layout: str, dtype: torch.dtype) -> None:
     x = layouts(dtype)[layout]

@@ -105,7 +105,10 @@ def test_right_and_fused(order: str, use_reentrant: bool) -> None:
         assert found["wide_after"] == 0, str(report)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    ["checkpoint of compiled", pytest.param("compiled checkpoint", marks=pytest.mark.thorough)],
+)
 def test_right_under_inductor(order: str) -> None:
     check_right(ORDERS[order](False, inner="inductor"))
 

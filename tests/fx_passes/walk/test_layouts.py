@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,15 +78,29 @@ def an_operator_that_is_not_torchs(x: Tensor, target: Tensor) -> Tensor:
     return entropy.sum() + in_order_of_memory(entropy.detach())
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    "fn",
-    [
-        changed_and_flattened, turned_back_and_viewed, row_values_by_strides, exponents_of_row_values,
-        halves_of_row_values, element_wise_between, two_values_and_two_readers, returned,
-        an_operator_that_is_not_torchs,
-    ],
+FUNCTIONS = (
+    changed_and_flattened, turned_back_and_viewed, row_values_by_strides, exponents_of_row_values,
+    halves_of_row_values, element_wise_between, two_values_and_two_readers, returned,
+    an_operator_that_is_not_torchs,
 )  # fmt: skip
+
+
+def under_both_inners() -> list[Any]:
+    """All but one that inductor compiles, 2 to 6 s each, are thorough."""
+    kept = turned_back_and_viewed
+    return [
+        pytest.param(
+            fn,
+            inner,
+            id=f"{fn.__name__}-{inner}",
+            marks=pytest.mark.thorough if inner == "inductor" and fn is not kept else (),
+        )
+        for inner in ("aot_eager", "inductor")
+        for fn in FUNCTIONS
+    ]
+
+
+@pytest.mark.parametrize(("fn", "inner"), under_both_inners())
 def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: str) -> None:
     x = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     target = torch.arange(6).reshape(2, 3)
