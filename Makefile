@@ -26,9 +26,9 @@ test: $(INSTALLED)
 test-thorough: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m "thorough and not slow and not trainers" $(TESTS)
 
-# The numerical tests with each set of vector instructions that this machine has.
+# The numerical tests with each set of vector instructions that this machine has; QUICK=--quick: what CI runs of them.
 test-capabilities: $(INSTALLED)
-	$(PY) tests/capabilities.py -n $(JOBS)
+	$(PY) tests/capabilities.py $(QUICK) -n $(JOBS)
 
 # Another release of torch, with the triton that it ships with: make test-torch VERSION=2.15.0
 OTHER := .venv-$(VERSION)
