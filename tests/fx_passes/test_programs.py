@@ -3,6 +3,7 @@
 The counts that a run prints are those of `program_judge.Counts`; a failure prints its smallest program as a script.
 """
 
+import importlib
 import random
 import re
 import warnings
@@ -13,10 +14,12 @@ import torch
 from torch.fx import Node
 
 from fx_passes import rules
+from fx_passes.graph.returned import Returned
 from tests.support import harness, ranks
-from tests.support.program_inputs import NAMES
+from tests.support.program_inputs import NAMES, Spec
 from tests.support.program_judge import Counts, Judge, Verdict
-from tests.support.program_parts import PARTS
+from tests.support.program_memory import apart_from, sharing
+from tests.support.program_parts import BESIDE, PARTS, TWINS
 from tests.support.programs import Program, _Drawing, draw_spec, generate, programs, script
 from tests.support.reduce import smallest
 
@@ -130,11 +133,16 @@ def test_every_text_can_be_drawn() -> None:
     for drawing in drawings:
         for _ in range(6):
             drawing.statement()
+    texts = [
+        (kind, text)
+        for kind, families in (*PARTS.items(), *BESIDE.items())
+        for family in families.values()
+        for text in family
+    ]
+    texts += [("any", text) for twins in TWINS for text in twins]
     never = {
         text
-        for kind, families in PARTS.items()
-        for texts in families.values()
-        for text in texts
+        for kind, text in texts
         if not any(_works(drawing, kind, text) for drawing in drawings for _ in range(3))
     }
     assert not never
@@ -148,6 +156,50 @@ def _works(drawing: _Drawing, kind: str, text: str) -> bool:
         filled.strip().replace("{out}", "made") if filled.startswith("\n") else f"made = {filled}"
     )
     return drawing.run(made, {} if kind == "w" else {"made": "r" if kind == "d" else kind})
+
+
+PREDICTIONS = Program(
+    ("return (x.argmax(-1), x.log_softmax(-1).argmax(-1), x.logsumexp(-1))",), Spec()
+)
+SHIFTED = Program(
+    (
+        "v0 = (x + state[:, None]).exp().sum(-1)",
+        "with torch.no_grad():\n    state.zero_()",
+        "return (v0,)",
+    ),
+    Spec(),
+)
+
+
+def test_results_of_one_memory_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Judge().judge(PREDICTIONS).kind == "equal"
+    monkeypatch.setattr(Returned, "keep_apart", lambda *_: None)
+    verdict = Judge().judge(PREDICTIONS)
+    assert verdict.kind == "mismatch"
+    assert "result 0 and result 1 have elements in common" in verdict.detail
+
+
+def test_rows_that_backward_finds_changed_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Judge().judge(SHIFTED).kind == "equal"
+    fuse = importlib.import_module("fx_passes.fuse")  # the package has the function by that name
+    monkeypatch.setattr(fuse, "keep_out_of_backward", lambda _: None)
+    verdict = Judge().judge(SHIFTED)
+    assert verdict.kind == "mismatch"
+    assert "gradients" in verdict.detail
+
+
+def test_who_shares_memory_with_whom() -> None:
+    base = torch.zeros(4, 3)
+    eager = sharing([base[0], base[1], base[:2]], [base, torch.zeros(4, 3)])
+    assert eager == [[2, 1, 2, 2, 0], [1, 2, 2, 2, 0], [2, 2, 2, 2, 0]]
+    copied = sharing([base[0].clone(), base[1], base[:2]], [base, torch.zeros(4, 3)])
+    assert set(apart_from(eager, copied, ("x", "y"))) == {
+        ("result 0", "result 1", "less"),
+        ("result 0", "result 2", "less"),
+        ("result 0", "x", "less"),
+        ("result 1", "result 0", "less"),
+        ("result 2", "result 0", "less"),
+    }
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ arguments, over a lead L = (N,) or (B, S):
     tau     [*L, 1]  positive                                       keep  [*L]     bool, some rows are masked
     h, e    [*L, 3], [V, 3]  hidden states and a head               allow [*L, V]  bool, each row has one at least
     col     [V]      float
+    reward, state  [*L]  numbers that do not belong to the logits, and that a program may write over
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NAMES = ("x", "y", "t", "u", "w", "keep", "allow", "col", "tau", "h", "e")
+NAMES = ("x", "y", "t", "u", "w", "keep", "allow", "col", "tau", "h", "e", "reward", "state")
 Shape = tuple[int, ...]
 
 # Layout -> the shape of what is allocated, and the view of it that the program gets.
@@ -92,7 +93,7 @@ class Spec:
         lead: (N,) or (B, S).
         vocab: V.
         dtype: name of the dtype of x, y, h, e, such as "float32".
-        row_dtype: of w, tau and col.
+        row_dtype: of w, tau, col, reward and state.
         layout: a key of `LAYOUTS`, for x and for y.
         grads: for x and y: "leaf", "inside" (a value that has a gradient), "none".
         rows: kinds of rows, keys of `ROWS`; each row draws one.
@@ -146,6 +147,7 @@ def make(spec: Spec, seed: int, lead: Shape | None = None, shard: int = 0) -> In
             (torch.rand(*lead, 1, generator=draw) + 0.5).to(row_dtype),
             hidden,
             head,
+            *(torch.randn(*lead, generator=draw).to(row_dtype) for _ in ("reward", "state")),
         ],
         leaves + ([hidden, head] if inside else []),
     )
@@ -187,6 +189,5 @@ def in_float64(made: Inputs, spec: Spec) -> Inputs:
     for at, (layout, grad) in enumerate(zip(spec.layout, spec.grads, strict=True)):
         arguments[at] = _given(made.arguments[at].detach().double(), layout, grad, leaves)
     if spec.grads[0] != "none":
-        arguments[-2:] = [v.requires_grad_() for v in arguments[-2:]]
-        leaves += arguments[-2:]
+        leaves += [arguments[NAMES.index(name)].requires_grad_() for name in ("h", "e")]
     return Inputs(arguments, leaves)

@@ -2,8 +2,10 @@
 
 Entry point: `Judge(...).judge(program) -> Verdict`. Eager code in the same dtype gives special values and the size of
 an honest error, the same program in float64 the truth, `aot_eager_decomp_partition` (or inductor) the faults that are
-torch's own. Compared are outputs and their dtypes, gradients for upstream gradients of several kinds, and what is
-visible in the given x and y after forward and after backward.
+torch's own. Compared are outputs and their dtypes, who requires a gradient, gradients for upstream gradients of several
+kinds, what is visible in everything that was given after forward and after backward, and which results share memory with
+one another or with what was given, and whether gradients stay where the caller changes a result that has none. Where
+plain torch differs in the same places, the fault is torch's.
 
 Three deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
 larger than the dtype, may be finite. A row that is multiplied with nothing but zeros may have no gradient, or that of
@@ -34,13 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slime_compile
 from tests.support import harness
 from tests.support.program_compare import compare
-from tests.support.program_inputs import Inputs, Shape, Spec, in_float64, make
+from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
+from tests.support.program_memory import Sharing, apart_from, sharing
 from tests.support.programs import Program
 
 MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
+EXACT = 1e-13  # relative errors below are those of float64
 HUGE = 1e6  # logits from here on mean a mask
 JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
     r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
@@ -110,13 +114,14 @@ class Counts:
 
 @dataclass
 class _Run:
-    """Outputs, gradients, and x and y after forward and after backward."""
+    """Outputs, gradients, what was given after forward and after backward; beside these values, who shares memory."""
 
     outputs: list[Tensor]
-    needs: list[Tensor]  # whether each output requires a gradient
+    needs: list[Tensor]  # whether each output, and what was given, requires a gradient
     gradients: list[Tensor]
     after_forward: list[Tensor]
     after_backward: list[Tensor]
+    memory: Sharing
 
     def values(self) -> dict[str, Tensor]:
         return {
@@ -124,6 +129,37 @@ class _Run:
             for what in ("outputs", "needs", "gradients", "after_forward", "after_backward")
             for at, value in enumerate(getattr(self, what))
         }
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What became of a compiled program.
+
+    Attributes:
+        error: what it raises, or nothing.
+        values: names of values that differ from eager code's, and how.
+        apart: what shares memory otherwise than in eager code, or changes with a result that is its own there, and how.
+    """
+
+    error: str = ""
+    values: dict[str, str] = field(default_factory=dict)
+    apart: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """A verdict's."""
+        return "raises" if self.error else "mismatch" if self.values or self.apart else "equal"
+
+    @property
+    def detail(self) -> str:
+        told = (self.error, *self.values.values(), *self.apart.values())
+        return next(filter(None, told), "")
+
+    def failed_as(self, plain: _Compiled) -> bool:
+        """Whether plain torch fails too: in the same values, in the same memory."""
+        if self.error or plain.error:
+            return bool(self.error) and plain.kind != "equal"
+        return self.values.keys() <= plain.values.keys() and self.apart.keys() <= plain.apart.keys()
 
 
 @dataclass
@@ -134,8 +170,9 @@ class _Eager:
         rows: the kinds of rows that may be in a draw.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
         makes_empty_rows: whether it does of rows of -inf that were not given (a division by 0).
+        dtype: of the logits.
         precision: the coarsest dtype that its text names.
-        logits: in float64, which is the truth itself, the largest of them: eager code rounds as far as that.
+        logits: the largest of them: in float64, which is the truth itself, eager code rounds as far as that.
     """
 
     runs: list[_Run]
@@ -145,18 +182,25 @@ class _Eager:
     rows: frozenset[str]
     makes_infinity: bool
     makes_empty_rows: bool
+    dtype: torch.dtype
     precision: torch.dtype
     logits: float
 
-    def difference(self, at: int, ours: _Run) -> str:
-        """The first difference in draw `at` that is more than eager's own, or nothing."""
+    def differences(self, at: int, ours: _Run) -> dict[str, str]:
+        """What differs in draw `at` by more than eager's own error."""
+        found = {}
         got, plain, true = ours.values(), self.runs[at].values(), self.truth[at].values()
         if got.keys() != plain.keys():
-            return f"{sorted(got.keys() ^ plain.keys())} are of one only"
+            return {"number": f"{sorted(got.keys() ^ plain.keys())} are of one only"}
         for name, value in got.items():
             eager, clean = plain[name], self.clean[at].values()[name]
             if value.shape != eager.shape or value.dtype != eager.dtype:
-                return f"{name}: {value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
+                found[name] = (
+                    f"{value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
+                )
+                continue
+            if torch.equal(value, eager):
+                continue
             usual = max(each.get(name, 0.0) for each in self.errors)
             allowed, lost = ~clean.isfinite(), clean.isfinite() & eager.isinf()
             if "one +inf" in self.rows:
@@ -169,12 +213,19 @@ class _Eager:
             if name.startswith("gradients"):
                 allowed |= eager.isnan()
                 lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
-            found = compare(
-                value, eager, true[name], usual, allowed, lost, self.precision, self.logits
+            precision = self.precision_of(true[name], eager.dtype, usual)
+            between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
+            found[name] = compare(
+                value, eager, true[name], usual, allowed, lost, precision, between
             )
-            if found:
-                return f"{name}: {found}"
-        return ""
+        return {name: f"draw {at}, {name}: {told}" for name, told in found.items() if told}
+
+    def precision_of(self, true: Tensor, dtype: torch.dtype, usual: float) -> torch.dtype:
+        """float64 for a value that eager code computes without any that is coarser, whatever else is in the program."""
+        finite = true[true.isfinite()].abs()
+        magnitude = float(finite.max()) if finite.numel() else 0.0
+        exact = usual <= EXACT * max(magnitude, self.logits, 1.0)
+        return torch.float64 if dtype is torch.float64 and exact else self.precision
 
 
 class _Infinities(TorchDispatchMode):
@@ -230,19 +281,24 @@ class Judge:
         options = harness.OPTIONS | {"min_vocab": MIN_VOCAB, "inner": self.inner}
         options |= {"save": self.save, "consume_logits": self.consume_logits}
         earlier = len(slime_compile.reports())
-        kind, detail = self.compared(program, fn, eager, backend="slime_fused", options=options)
+        ours = self.compared(program, fn, eager, backend="slime_fused", options=options)
+        kind = ours.kind
         report = harness.merged(slime_compile.reports()[earlier:])
         reasons = tuple(dict.fromkeys(r["reason"] for r in report["rejections"]))
         together = self.together(kind)
         if together != "equal":
             plain = "inductor" if self.inner == "inductor" else harness.PLAIN
-            without_us = self.compared(program, fn, eager, backend=plain)[0]
+            without_us = [
+                self.compared(program, fn, eager, backend=each) for each in (plain, "aot_eager")
+            ]
             jumps = together == "mismatch" and (
                 _asks(program) or self.jumps(program, fn, eager.truth)
             )
-            if kind != "equal":
-                kind = "torch" if without_us != "equal" else "discarded" if jumps else kind
-        return Verdict(kind, report["fused"], detail, reasons)
+            if any(ours.failed_as(each) for each in without_us):
+                kind = "torch"
+            elif jumps and ours.values:
+                kind = "discarded"
+        return Verdict(kind, report["fused"], ours.detail, reasons)
 
     def together(self, kind: str) -> str:
         """The worst kind of any rank: what follows has collectives that all of them run, or none."""
@@ -264,11 +320,11 @@ class Judge:
             plain = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
             clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=plain))[:DRAWS]]
         errors = self.errors(fn, spec, runs, truth)
-        precision = _coarsest(program.source, getattr(torch, spec.dtype))
-        logits = max(map(_largest_logit, inputs)) if spec.dtype == "float64" else 0.0
+        dtype, logits = getattr(torch, spec.dtype), max(map(_largest_logit, inputs))
+        precision = _coarsest(program.source, dtype)
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
-        return _Eager(runs, truth, clean, errors, rows, seen.any, empty, precision, logits)
+        return _Eager(runs, truth, clean, errors, rows, seen.any, empty, dtype, precision, logits)
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
@@ -300,29 +356,61 @@ class Judge:
         """Call on tensors of its own: the program may write over them."""
         given, leaves = inputs.arguments, inputs.leaves
         outputs = list(fn(*given))
-        after_forward = [v.detach().clone() for v in given[:2]]
-        chosen = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        memory = sharing(outputs, given)
+        after_forward = [v.detach().clone() for v in given]
+        needs = [torch.tensor(o.requires_grad) for o in (*outputs, *given)]
+        chosen = [o for o in outputs if o.requires_grad]
         gradients = _gradients(chosen, leaves) if chosen and leaves else []
-        after_backward = [] if self.consume_logits else [v.detach().clone() for v in given[:2]]
-        needs = [torch.tensor(o.requires_grad) for o in outputs]
-        return _Run([o.detach() for o in outputs], needs, gradients, after_forward, after_backward)
+        kept = given[2:] if self.consume_logits else given
+        after_backward = [v.detach().clone() for v in kept]
+        found = [o.detach() for o in outputs]
+        return _Run(found, needs, gradients, after_forward, after_backward, memory)
 
     def compared(
         self, program: Program, fn: Callable[..., Any], eager: _Eager, **how: Any
-    ) -> tuple[str, str]:
-        """Compile and compare: a verdict's kind and detail."""
+    ) -> _Compiled:
+        """Compile and compare."""
         torch._dynamo.reset()
         compiled = torch.compile(fn, dynamic=self.dynamic or None, **how)
         inputs = self.inputs(program.spec)[:DRAWS]
         try:
             runs = [self.run(compiled, each) for each in inputs]
         except Exception as error:
-            return "raises", _short(error)
-        for at, run in enumerate(runs):
-            difference = eager.difference(at, run)
-            if difference:
-                return "mismatch", f"draw {at}, {difference}"
-        return "equal", ""
+            return _Compiled(_short(error))
+        values: dict[str, str] = {}
+        apart: dict[tuple[str, ...], str] = {}
+        for at, run in reversed([*enumerate(runs)]):
+            values |= eager.differences(at, run)
+            apart |= apart_from(eager.runs[at].memory, run.memory, NAMES)
+        if self.ranks == 1 and not values and not apart:
+            apart = self.changed(program.spec, fn, compiled, eager.runs[0])
+        return _Compiled("", values, apart)
+
+    def changed(
+        self, spec: Spec, fn: Callable[..., Any], compiled: Callable[..., Any], eager: _Run
+    ) -> dict[tuple[str, ...], str]:
+        """Whether gradients depend on results without one, which the caller may change before it takes them."""
+        own = _own(eager)
+        if not own or not eager.gradients or not self.indifferent(fn, spec, own):
+            return {}
+        if self.indifferent(compiled, spec, own):
+            return {}
+        return {("gradients", "own"): f"gradients change, or raise, with results {own}"}
+
+    def indifferent(self, fn: Callable[..., Any], spec: Spec, own: list[int]) -> bool:
+        """Whether the gradients stay as they are, bit by bit, where the caller overwrites these results."""
+        found = []
+        for overwrite in (False, True):
+            given = make(spec, 0, shard=self.shard)
+            try:
+                outputs = list(fn(*given.arguments))
+                for at in own if overwrite else ():
+                    outputs[at].zero_()
+                chosen = [o for o in outputs if o.requires_grad]
+                found.append(_gradients(chosen, given.leaves))
+            except RuntimeError:  # autograd says so, or several elements are one
+                return False
+        return all(bool(_same(a, b).all()) for a, b in zip(*found, strict=True))
 
     def jumps(self, program: Program, fn: Callable[..., Any], truth: list[_Run]) -> bool:
         """Whether the truth itself moves by more than a thousand roundings where its inputs move by one."""
@@ -342,6 +430,21 @@ class Judge:
                 if both.any() and (a - b)[both].abs().max() > 1000 * eps * b[both].abs().max():
                     return True
         return False
+
+
+def _own(run: _Run) -> list[int]:
+    """Results that need no gradient and share memory with such results alone."""
+    count = len(run.outputs)
+    none = {at for at in range(count) if not run.needs[at]}
+    return [
+        at
+        for at in none
+        if {other for other, shared in enumerate(run.memory[at]) if shared} <= none
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def _asks(program: Program) -> bool:

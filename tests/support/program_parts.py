@@ -8,6 +8,10 @@ lead L:
     c     [V] float          s, p  [*L] float        k  [*L] bool
 
 A text that starts with a newline is a block: several lines that end with `{out} = ...` or write over a hole's variable.
+
+`BESIDE` are texts of the same form over numbers per row that do not belong to the logits, n and o [*L]: what is
+computed of them alone, and what is written over them after they were read. `TWINS` are values that are returned
+together: equal ones, with a gradient and without, or a value and a view of it.
 """
 
 from __future__ import annotations
@@ -250,3 +254,62 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "z": NUMBER,
     "d": COLLECTIVE,
 }
+
+NUMBERS: dict[str, tuple[str, ...]] = {  # [*L]
+    "numbers per row": (
+        "{n} - {o}", "{n} * {o}", "({n} * 1e4) * ({o} * 1e4)", "{n} * 1e4 - {o}", "{n} * {n}", "({n} - {n}.mean()) / ({n}.std() + 1e-6)",
+        "{n} / ({o}.abs() + 0.1)", "({n} - {o}).clamp(-0.5, 0.5)", "torch.where({k}, {n}, {o})", "{n}.double() - {o}", "{n}.cumsum(0)",
+        "({n} * 1e4 + {o}) - {n} * 1e4", "{n}.float() * {o}", "({n} - {o}) * {k}", "{n}.exp() * 1e4", "1e4 * {n} + 1e-4 * {o}", "{n}.clone()",
+    ),
+    "with logits": (
+        "{s} * ({n} - {o})", "{s} * {n}", "{s} + {n}", "{s} - {n} + {o}", "({s} - {n}).exp()", "torch.min({s} * {n}, {s}.clamp(-1, 1) * {n})",
+        "({f} * {n}[..., None]).logsumexp(-1)", "({f} - {n}[..., None]).exp().sum(-1)", "{s}.double() * {n}", "{s} * {n} * 1e4",
+        "({f} / ({n}[..., None].abs() + 0.5)).log_softmax(-1).gather(-1, {i}[..., None])[..., 0]", "{s}.detach() * {n}", "{s} * ({n} * 1e4) * ({o} * 1e4)",
+        "({s} - {s}.detach()) * {n} + {s}.detach() * {o}", "torch.where({k}, {s}, {n})", "{s} - {s}.detach() + {n}", "({f}.softmax(-1) * {n}[..., None]).sum(-1)",
+    ),
+    "read, then changed": (  # products keep their factors for backward, which must not change in eager code
+        "\n{out} = {s} * ({n} - {o})\nwith torch.no_grad():\n    {o}.copy_({n})", "\n{out} = {s} + {n}\n{n}.mul_(0.5)",
+        "\n{out} = {s} - {n}\nwith torch.no_grad():\n    {n}.mul_(0.5).add_({s}, alpha=0.5)", "\n{out} = {s} * {n}.clone()\n{n}.zero_()",
+        "\n{out} = ({f} + {n}[..., None]).exp().sum(-1)\n{n}.add_(1)", "\n{out} = ({f} * ({n} + 0)[..., None]).logsumexp(-1)\n{n}.mul_(3)",
+        "\n{out} = {n} - {o}\n{n}.copy_({o})", "\n{out} = {s} - {n}[..., None].squeeze(-1)\n{n}[..., None].sub_(1)",
+        "\n{out} = {s} * ({n} - {n}.mean())\nwith torch.no_grad():\n    {n}[1:].mul_(2)", "\n{out} = {s} - {n}\n{n}.detach().view(-1)[:2].add_(1)",
+        "\n{out} = {s} * ({n} * {o})\n{n}.view(-1)[::2].fill_(0.25)\n{out} = {out} + {n}", "\n{out} = {s} * {n}.detach()\n{n}.data.mul_(2)",
+        "\n{out} = {s} * {n}.exp()\nwith torch.no_grad():\n    {n}.sub_({n}.mean())", "\n{out} = {s} - {s}.detach() + {n}\n{n}.copy_({o})",
+        "\n{out} = {s}.detach() * {n}\n{n}.copy_({s}.detach())", "\n{out} = torch.where({k}, {s}, {n})\n{n}.masked_fill_({k}, 0)",
+    ),
+}  # fmt: skip
+
+# Blocks that write over numbers per row that are given, or over views of them.
+STATES: dict[str, tuple[str, ...]] = {
+    "no gradient": tuple(
+        f"\nwith torch.no_grad():\n    {text}" for text in (
+            "{n}.copy_({o})", "{n}.mul_(0.5).add_({o}, alpha=0.5)", "{n}.copy_({s})", "{n}.mul_(0.5).add_({s} * 0.5)", "{n}.zero_()", "{n}[1:].mul_(2)",
+            "{n}[..., None].add_({r})", "{n}.lerp_({s}.to({n}.dtype), 0.25)", "{n}.masked_fill_({k}, 0)", "{n}[::2].copy_({o}[::2])", "{n}.view(-1)[:1].fill_(3)",
+            "torch.add({n}, 1, out={n})", "{n}[{k}] = 0.5", "{n}.sub_({n}.mean())", "{n}.flatten().mul_(2)", "{n} += {s}", "{n}.unbind(0)[0].add_(1)",
+        )
+    ),
+    "with one": (
+        "\n{n}.mul_(0.5)", "\n{n}.copy_({o})", "\n{n}.add_({s}.detach())", "\n{n}[1:] -= 1", "\n{n}.data.copy_({o})", "\n{n}.detach().mul_(2)", "\n{n}.add_({s})",
+    ),
+}  # fmt: skip
+
+# Values that are returned together.
+TWINS: tuple[tuple[str, ...], ...] = (
+    ("{s}", "{s}.detach()"), ("{s}.detach()", "{s}"), ("{s}", "{s}"), ("{s}", "{s}.clone()"), ("{s}", "{s}.detach().clone()"), ("{s}", "{s}[1:]"),
+    ("{s}", "{s}[..., None]"), ("{s}", "{s}.detach()[:1]", "{s}.sum()"), ("{r}", "{r}.squeeze(-1)"), ("{s}", "{s}.float()"), ("{s}", "{s} * 1"),
+    ("{s}", "({s} + 0).detach()"), ("{s}", "torch.zeros_like({s}) + {s}.detach()"), ("{n}", "{s}"), ("{n}.detach()", "{s}"), ("{n}[1:]", "{s}"),
+    ("{n} * 1", "{n} * 1", "{s}"), ("{n} - {o}", "{n} - {o}", "{s}"), ("({s} - {s}.detach()) * {n}", "{s}.detach() * {n}"), ("{n}.clone()", "{n}", "{s}"),
+    ("{f}.logsumexp(-1)", "{f}.detach().logsumexp(-1)"), ("{f}.logsumexp(-1)", "{f}.logsumexp(-1, True)"), ("{f}.amax(-1)", "{f}.max(-1).values.detach()"),
+    ("{f}.argmax(-1)", "{f}.log_softmax(-1).argmax(-1)", "{f}.logsumexp(-1)"), ("{f}.log_softmax(-1)[..., 1]", "{f}.detach().log_softmax(-1)[..., 1]"),
+    ("{f}.log_softmax(-1).gather(-1, {i}[..., None])", "{f}.detach().log_softmax(-1).gather(-1, {i}[..., None])"),
+    ("{f}.log_softmax(-1).gather(-1, {i}[..., None])[..., 0]", "{f}[..., :].gather(-1, {i}[..., None])[..., 0] - {f}.logsumexp(-1)"),
+    ("{f}.log_softmax(-1).gather(-1, {i}[..., None])", "-F.cross_entropy({f}, {i}, reduction='none')"),
+    ("-({f}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)", "Categorical(logits={f}.detach(), validate_args=False).entropy()"),
+    ("({f}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)", "({f}.softmax(-1).detach() * {f}.log_softmax(-1)).sum(-1)"),
+    ("({f}.softmax(-1) * {n}[..., None]).sum(-1)", "{f}.logsumexp(-1)"), ("({f}.softmax(-1) * {r}).sum(-1)", "{r}.detach()"),
+    ("{f}.softmax(-1)[..., 0]", "{f}.log_softmax(-1)[..., 0].exp().detach()"), ("{f}.sum(-1)", "{f}.detach().sum(-1)", "{f}.logsumexp(-1)"),
+    ("{f}.logsumexp(-1).mean()", "{f}.detach().logsumexp(-1).mean()"), ("{f}.logsumexp(-1)", "{f}.exp().sum(-1).log().detach()"),
+    ("{f}", "{f}.logsumexp(-1)"), ("{f}.detach()", "{f}.logsumexp(-1)"), ("{f}.logsumexp(-1)", "{k}", "{k} & True"), ("{i}", "{i} + 0", "{f}.logsumexp(-1)"),
+)  # fmt: skip
+
+BESIDE: dict[str, dict[str, tuple[str, ...]]] = {"s": NUMBERS, "w": STATES}

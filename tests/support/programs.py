@@ -14,7 +14,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from torch.distributions import Categorical
 
 from tests.support import program_functions
 from tests.support.program_inputs import LAYOUTS, MISSES, NAMES, ROWS, Shape, Spec, make
-from tests.support.program_parts import MOVES, PARTS
+from tests.support.program_parts import BESIDE, MOVES, PARTS, TWINS
 
 KIND_OF = {"x": "f", "y": "f", "t": "i", "u": "i", "w": "s", "keep": "k", "allow": "m", "col": "c"}
-KIND_OF |= {"tau": "r", "h": "h", "e": "e"}
-OF_KIND = {"g": "f", "q": "r", "p": "s"}  # a hole's second name
+KIND_OF |= {"tau": "r", "h": "h", "e": "e", "reward": "n", "state": "n"}
+OF_KIND = {"g": "f", "q": "r", "p": "s", "o": "n"}  # a hole's second name
 HOLE = re.compile(r"\{(\w+)\}")
 VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")
 ASSIGNED = re.compile(
@@ -40,6 +40,8 @@ EXPONENTIAL = re.compile("exp|softmax|entropy|Categorical|Softmax|Entropy")
 # How often a statement makes each kind; families within a kind, and texts within a family, are equally likely.
 WEIGHTS = {"f": 34, "s": 24, "r": 8, "m": 6, "k": 4, "i": 4, "c": 2, "z": 4, "w": 2, "move": 6}
 FAMILIES = {"softmaxes": 4.0, "losses": 1.5, "taken": 2.0, "inside": 0.5, "own backward": 0.7}
+FURTHER = 0.5  # of all programs have numbers beside the logits, or return values together
+BESIDE_WEIGHTS = {"s": 3, "w": 2}
 LARGEST = 1e30  # beyond it all is inf, and nothing is compared
 
 
@@ -121,15 +123,26 @@ def _rows(rng: random.Random) -> tuple[str, ...]:
 
 
 def generate(seed: int, spec: Spec | None = None, collectives: bool = False) -> Program:
-    """The program of a seed; drawn again where little is left of it, nine times of ten where it has no exponential."""
-    rng = random.Random(seed)
+    """The program of a seed; drawn again where little is left of it, nine times of ten where it has no exponential.
+
+    What half of the programs have beside, numbers that are not of the logits and values that are returned together, is
+    drawn by itself: the others are what they are without it.
+    """
+    rng, beside = random.Random(seed), random.Random(f"beside {seed}")
+    further = not collectives and beside.random() < FURTHER
     while True:
         drawn = _Drawing(rng, spec or draw_spec(rng), collectives)
+        if further and not spec and beside.random() < 0.3:
+            drawn = _Drawing(rng, replace(drawn.spec, row_dtype="float64"), collectives)
         for _ in range(rng.randint(2, 10)):
             drawn.statement()
+            if further:
+                drawn.further(beside)
         returned = drawn.returned()
         if not returned:
             continue
+        if further:
+            returned += drawn.together(beside)
         statements = needed((*drawn.statements, f"return ({', '.join(returned)},)"))
         text = "".join(statements)
         if collectives and "dist." not in text and "AllReduced" not in text:
@@ -174,8 +187,17 @@ class _Drawing:
             if self.move() if kind == "move" else self.part(kind):
                 return
 
-    def part(self, kind: str) -> bool:
-        families = PARTS[kind]
+    def further(self, rng: random.Random) -> None:
+        """One statement of three with numbers beside the logits; nothing of it is drawn by `self.rng`."""
+        if rng.random() > 0.35:
+            return
+        own, self.rng = self.rng, rng
+        kind = rng.choices([*BESIDE_WEIGHTS], [*BESIDE_WEIGHTS.values()])[0]
+        self.part(kind, BESIDE[kind])
+        self.rng = own
+
+    def part(self, kind: str, families: dict[str, tuple[str, ...]] | None = None) -> bool:
+        families = families or PARTS[kind]
         family = self.rng.choices([*families], [FAMILIES.get(f, 1.0) for f in families])[0]
         text = self.rng.choice(families[family])
         filled = self.filled(text)
@@ -252,6 +274,8 @@ class _Drawing:
     def is_kind(self, value: object, kind: str) -> bool:
         if not isinstance(value, Tensor) or value.numel() == 0 or value.numel() > 4000:
             return False
+        if kind == "any":
+            return True
         if kind in "mk":
             return value.dtype is torch.bool and (kind == "k" or value.shape[-1] == self.spec.vocab)
         if kind == "i":
@@ -274,6 +298,31 @@ class _Drawing:
         if wide and self.rng.random() < 0.08:
             chosen.append(self.rng.choice(wide))
         return [self.spread(name) for name in chosen]
+
+    def together(self, rng: random.Random) -> list[str]:
+        """Twins, or rows and numbers as they are, whether they need a gradient or not."""
+        own, self.rng = self.rng, rng
+        found: list[str] = []
+        if rng.random() < 0.6:
+            twins = self.filled(" # ".join(rng.choice(TWINS)))
+            found = self.twins(twins.split(" # ")) if twins else []
+        if rng.random() < 0.45:
+            found.append(rng.choice([n for n, k in self.kinds.items() if k in "srzn"]))
+        self.rng = own
+        return found
+
+    def twins(self, texts: Sequence[str]) -> list[str]:
+        """Variables with these values; one of four that is computed is computed without a gradient."""
+        found = []
+        for text in texts:
+            name = f"v{self.number}"
+            made = f"{name} = {text}"
+            if "(" in text and self.rng.random() < 0.25:
+                made = f"with torch.no_grad():\n    {made}"
+            if not self.run(made, {name: "any"}):
+                return []
+            found.append(name)
+        return found
 
     def tells(self, name: str) -> bool:
         value = self.values[name]

@@ -94,6 +94,10 @@ def _without_statements(tree: ast.Module) -> Iterator[ast.Module]:
             changed = copy.deepcopy(tree)
             changed.body[at : at + 1] = changed.body[at].body  # type: ignore[attr-defined]
             yield changed
+            for inside in range(len(statement.body) if len(statement.body) > 1 else 0):
+                changed = copy.deepcopy(tree)
+                del changed.body[at].body[inside]  # type: ignore[attr-defined]
+                yield changed
 
 
 def _fewer_moved(tree: ast.Module) -> Iterator[ast.Module]:
@@ -123,7 +127,7 @@ def _named_once(tree: ast.Module) -> Iterator[ast.Module]:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
             continue
         name = statement.targets[0].id
-        for value in (*(ast.Name(n) for n in NAMES[:6]), statement.value):
+        for value in (*(ast.Name(n) for n in (*NAMES[:6], "reward")), statement.value):
             changed = copy.deepcopy(tree)
             del changed.body[at]
             yield _Replaced(name, value).visit(changed)
