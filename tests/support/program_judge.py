@@ -2,18 +2,19 @@
 
 Entry point: `Judge(...).judge(program) -> Verdict`. Eager code in the same dtype gives special values and the size of
 an honest error, the same program in float64 the truth, `aot_eager_decomp_partition` (or inductor) the faults that are
-torch's own. Compared are outputs and their dtypes, who requires a gradient, gradients for upstream gradients of several
-kinds, what is visible in everything that was given after forward and after backward, and which results share memory with
-one another or with what was given, and whether gradients stay where the caller changes a result that has none. Where
-plain torch differs in the same places, the fault is torch's.
+torch's own: where plain torch differs in the same places. Compared are outputs and their dtypes, who requires a
+gradient, gradients for upstream gradients of several kinds, what is visible in everything that was given after forward
+and after backward, which results share memory with one another or with what was given, and whether gradients stay
+where the caller changes a result that has none.
 
 Three deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
 larger than the dtype, may be finite. A row that is multiplied with nothing but zeros may have no gradient, or that of
 its other uses, where eager code has NaN for it; which rows those are is not known here, so that a NaN has to stay in
 outputs and not in gradients. A row with +inf, or with the negative of -inf, has no softmax: where eager code has an
-infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/ops.md); where a part of its gradient is
-NaN, all of it may be; and what is not finite of it in eager code may be finite, as the softmax of the negative is. The
-same of rows that the program makes +inf (1 / 0), where it takes an exponential or a maximum of them.
+infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/ops.md), and so it is in what would be
+NaN if the +inf were; where a part of its gradient is NaN, all of it may be; and what is not finite of it in eager code
+may be finite, as the softmax of the negative is. The same of rows that the program makes +inf (1 / 0), where it takes
+an exponential or a maximum of them.
 """
 
 from __future__ import annotations
@@ -164,9 +165,13 @@ class _Compiled:
 
 @dataclass
 class _Eager:
-    """What eager code says of each draw: in the dtype, in float64, with plain rows for those of NaN and +inf.
+    """What eager code says of each draw.
 
     Attributes:
+        runs: in the dtype.
+        truth: in float64.
+        clean: with plain rows for those of NaN and +inf.
+        without: with NaN for +inf.
         rows: the kinds of rows that may be in a draw.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
         makes_empty_rows: whether it does of rows of -inf that were not given (a division by 0).
@@ -178,6 +183,7 @@ class _Eager:
     runs: list[_Run]
     truth: list[_Run]
     clean: list[_Run]
+    without: list[_Run]
     errors: list[dict[str, float]]
     rows: frozenset[str]
     makes_infinity: bool
@@ -206,13 +212,15 @@ class _Eager:
             if "one +inf" in self.rows:
                 allowed |= ~eager.isfinite()
                 lost |= eager != clean  # it depends on such a row
+                lost |= self.without[at].values()[name].isnan()
             if {"some -inf", "only -inf"} & self.rows or self.makes_infinity:
                 lost |= eager == torch.inf
             if self.makes_empty_rows:
                 lost |= eager.isinf()
             if name.startswith("gradients"):
                 allowed |= eager.isnan()
-                lost |= (eager.isnan() & clean.isfinite()).any(-1, keepdim=True)
+                of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
+                lost |= of_row.any(-1, keepdim=True)
             precision = self.precision_of(true[name], eager.dtype, usual)
             between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
             found[name] = compare(
@@ -315,16 +323,22 @@ class Judge:
         with _Infinities() as seen:
             runs = [self.run(fn, each) for each in inputs[:DRAWS]]
         runs += [self.run(fn, each) for each in inputs[DRAWS:]]
-        clean = runs
+        clean = without = runs
         if NOT_A_NUMBER & set(spec.rows):
-            plain = tuple("plain" if kind in NOT_A_NUMBER else kind for kind in spec.rows)
-            clean = [self.run(fn, each) for each in self.inputs(replace(spec, rows=plain))[:DRAWS]]
+            clean = self.other_rows(fn, spec, dict.fromkeys(NOT_A_NUMBER, "plain"))
+        if "one +inf" in spec.rows:
+            without = self.other_rows(fn, spec, {"one +inf": "one NaN"})
         errors = self.errors(fn, spec, runs, truth)
         dtype, logits = getattr(torch, spec.dtype), max(map(_largest_logit, inputs))
         precision = _coarsest(program.source, dtype)
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
-        return _Eager(runs, truth, clean, errors, rows, seen.any, empty, dtype, precision, logits)
+        made = (seen.any, empty, dtype, precision, logits)
+        return _Eager(runs, truth, clean, without, errors, rows, *made)
+
+    def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
+        changed = replace(spec, rows=tuple(instead.get(kind, kind) for kind in spec.rows))
+        return [self.run(fn, each) for each in self.inputs(changed)[:DRAWS]]
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
