@@ -382,8 +382,8 @@ MUTANTS = [
         ),
         (
             "alpha is not looked at", "rules/pointwise.py", "test_small_programs.py right and (alpha)",
-            "        total = add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)",
-            "        total = add(one, scaled(two, Poly.number(sign)), c.rows.zero_outside)",
+            "        other = _kept(c, node, scaled(two, Poly.number(sign * factor)), two)  # alpha=0",
+            "        other = scaled(two, Poly.number(sign))",
         ),
         (
             "logits vanish from a value", "rules/pointwise.py", "test_soundness.py not_a_number",

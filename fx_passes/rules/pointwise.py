@@ -65,8 +65,8 @@ def plus(sign: float) -> Callable[..., Result]:
             raise Refused("a full-vocabulary mask is used in arithmetic")
         one, two = pair(c, node, *_with_unknown(left, right))
         one, two = _same_shifts(c, one, two)
-        total = add(one, scaled(two, Poly.number(sign * factor)), c.rows.zero_outside)
-        return _kept(c, node, total, one, two, summed=True)
+        other = _kept(c, node, scaled(two, Poly.number(sign * factor)), two)  # alpha=0
+        return _kept(c, node, add(one, other, c.rows.zero_outside), one, two, summed=True)
 
     return rule
 

@@ -186,7 +186,7 @@ def amax(
 def max_dim(
     c: Context, node: Node, operand: Operand, dim: Operand, keepdim: bool = False
 ) -> Result:
-    """(values, indices): the indices are the logits' own argmax, which a positive scale does not move."""
+    """(values, indices): the indices are those of `argmax`."""
     form = as_form(operand)
     poly = _maximum(c, form, dim)
     taken = {user.args[1] for user in node.users if user.users}
@@ -213,16 +213,31 @@ def _maximum(c: Context, form: Form, dims: Operand) -> Poly:
     if not form.is_affine or form.f.is_zero:
         raise Refused("a maximum of a value that is not linear in the logits")
     only_unclamped(form)
-    return c.stats(form, form.f).max + form.e
+    stats = c.stats(form, form.f)
+    maximum = stats.max + form.e
+    if not set(stats.peak.atoms()) <= set(maximum.atoms()):  # -inf - -inf is NaN
+        maximum += Poly.atom(c.nothing(form, stats))
+    return maximum
 
 
 def _argmax(c: Context, form: Form, keepdim: bool) -> Node:
+    """That of the logits, and the first column of a row that is NaN throughout: there is no softmax."""
     factor = form.f.as_number()
     if not (form.is_affine and factor and factor > 0):
         raise Refused(
             "the place of a maximum of a value that is not a positive multiple of the logits"
         )
-    return c.emitter.call(aten.argmax.default, form.x, form.vdim, keepdim)
+    if not all(map(c.statistics.is_one, form.e.atoms())):
+        raise Refused("the place of a maximum of logits that a number per row is added to")
+    assert form.x is not None
+    call, shifted = c.emitter.call, bool(form.e.atoms())
+    place = call(aten.argmax.default, form.x, form.vdim, keepdim or shifted)
+    if not shifted:
+        return place
+    shift = c.emit_rows(form.e, form, form.x)
+    known = call(aten.eq.Tensor, shift, shift)
+    place = c.emitter.where(known, place, c.emitter.full([], 0, torch.int64, place))
+    return place if keepdim else call(aten.squeeze.dim, place, form.vdim)
 
 
 def getitem(c: Context, node: Node, items: Operand, at: int) -> Result:

@@ -774,13 +774,18 @@ def a_row(m: Making) -> Node:
     return m.keep(m.s.input(m.one("rows", "positive"), m.shape_beside((*m.lead, VOCAB))))
 
 
+def a_maximum(m: Making) -> Node:
+    """A number per row that is made of the logits."""
+    return m.call(aten.amax.default, m.wides[0], [-1], True)
+
+
 def row_unary(target: Any) -> Case:
     return lambda m: m.call(target, a_row(m))
 
 
 def row_binary(target: Any) -> Case:
     def case(m: Making) -> Node:
-        left = a_row(m)
+        left = m.one(a_row, a_row, a_maximum)(m)
         right = m.one(a_row(m), a_row(m), m.one(*NUMBERS))
         alpha = (
             {"alpha": 2.0} if target in (aten.add.Tensor, aten.sub.Tensor) and m.rarely() else {}

@@ -291,6 +291,11 @@ short("a maximum over other dimensions than the vocabulary", aten.amax.default, 
 short("the place of a maximum over other dimensions than the vocabulary", aten.argmax.default, 0)
 
 
+@refused("the place of a maximum of logits that a number per row is added to")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.argmax.default, s.call(aten.add.Tensor, x, s.input("rows", (3, 1))), -1)
+
+
 @refused("a maximum of a value that is not linear in the logits")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.amax.default, weighted(s, x), [-1])

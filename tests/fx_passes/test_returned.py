@@ -56,7 +56,7 @@ def maxima(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def predictions(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return x.argmax(-1), x.log_softmax(-1).argmax(-1), x.logsumexp(-1)
+    return x.argmax(-1), (2 * x).argmax(-1), x.logsumexp(-1)
 
 
 def weights_come_back(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

@@ -716,6 +716,22 @@ def expectation_beside_a_column(x: Tensor, target: Tensor) -> Tensor:
     return torch.stack([expected, F.cross_entropy(x, target, reduction="none")])
 
 
+def rows_without_a_softmax() -> Made:
+    return (with_values(logits(), r1=-math.inf, r2c5=math.nan, r3c7=math.inf),)
+
+
+@program("maxima", rows_without_a_softmax)
+def greedy_log_prob(x: Tensor) -> Tensor:
+    values, places = x.log_softmax(-1).max(-1)
+    return torch.stack([values, places.float()])
+
+
+@program("maxima", rows_without_a_softmax)
+def likeliest_token(x: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return log_p[:, 0] + log_p.argmax(-1)
+
+
 def empty_rows() -> Made:
     return (with_values(logits(), r1=-math.inf, r3c2=-math.inf),)
 
