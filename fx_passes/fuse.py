@@ -6,8 +6,6 @@ the configuration alone, never on time, memory or rank.
 
 from __future__ import annotations
 
-import functools
-import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -198,7 +196,9 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     graph, roots = walk.graph, walk.account.softmax_roots
     returned = Returned(graph)
     for old, new in walk.account.replacements.items():
-        old.replace_all_uses_with(new, delete_user_cb=functools.partial(operator.is_not, new))
+        kept = {new, graph.output_node()} if returned.is_of_an_input(old) else {new}
+        for user in [user for user in old.users if user not in kept]:
+            user.replace_input_with(old, new)
     for copy in walk.account.unchanged:
         graph.erase_node(copy)
     tidy(graph)

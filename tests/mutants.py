@@ -852,8 +852,33 @@ MUTANTS = [
         ),
         (
             "bfloat16 is as fine as float16", "rules/pointwise.py", "test_soundness.py rounded_stay",
-            "narrow.itemsize < 4 and narrow is not value(form.x).dtype",
-            "narrow.itemsize < min(4, value(form.x).dtype.itemsize)",
+            "    rounded = narrow.itemsize < compute_dtype(form.x).itemsize\n",
+            "    rounded = narrow.itemsize < min(4, value(form.x).dtype.itemsize)\n",
+        ),
+        (
+            "float32 is as fine as float64", "rules/pointwise.py", "test_soundness.py rounded_stay",
+            "    rounded = narrow.itemsize < compute_dtype(form.x).itemsize\n",
+            "    rounded = narrow.itemsize < 4\n",
+        ),
+        (
+            "maxima are scaled one by one", "walk/row_nodes.py", "test_soundness.py log_sum_of_scaled",
+            "            if rest is None:\n",
+            "            if True:\n",
+        ),
+        (
+            "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",
+            "{new, graph.output_node()} if returned.is_of_an_input(old) else {new}",
+            "{new}",
+        ),
+        (
+            "a maximum without a softmax", "rules/reductions.py", "test_soundness.py maxima",
+            "    if not set(stats.peak.atoms()) <= set(maximum.atoms()):  # -inf - -inf is NaN\n",
+            "    if False:\n",
+        ),
+        (
+            "a place without a softmax", "rules/reductions.py", "test_soundness.py maxima",
+            "    place = c.emitter.where(known, place, c.emitter.full([], 0, torch.int64, place))\n",
+            "",
         ),
     )
 ]

@@ -1,7 +1,8 @@
 """What a graph returns stays as many tensors as it was.
 
-Entry point: `Returned`, made before a rewrite. Whoever changes one result in place must not find another one changed,
-nor an input; and autograd takes a tensor that comes back twice, once detached, for a tensor without a gradient.
+Entry point: `Returned`, made before a rewrite. A view of an input stays one. Whoever changes one result in place must
+not find another one changed, nor an input; and autograd takes a tensor that comes back twice, once detached, for a
+tensor without a gradient.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class Returned:
             if isinstance(value(node), torch.Tensor)
         ]
         self._before = self._memory()
+
+    def is_of_an_input(self, node: Node) -> bool:
+        """A result that was a view of an input, and stays one."""
+        results = self._results()
+        groups = (group for at, group in self._before.items() if results[at] is node)
+        return any(isinstance(each, str) for group in groups for each in group)
 
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
         """Copies of results that share memory now with inputs, or with earlier results, which they did not before."""

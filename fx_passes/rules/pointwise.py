@@ -35,7 +35,8 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         raise Refused("a full-vocabulary value is cast to integers")
     form = as_form(operand)
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
-    if form.x is not None and linear and narrow.itemsize < 4 and narrow is not value(form.x).dtype:
+    rounded = narrow.itemsize < compute_dtype(form.x).itemsize
+    if form.x is not None and linear and rounded and narrow is not value(form.x).dtype:
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     return form

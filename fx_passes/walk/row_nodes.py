@@ -6,6 +6,8 @@ Entry points: `RowNodes.emit` and `emit_node`.
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
@@ -13,7 +15,7 @@ from torch.fx import Node
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import value
-from fx_passes.graph.operators import VIEWS
+from fx_passes.graph.operators import VIEWS, under
 
 aten = torch.ops.aten
 
@@ -26,12 +28,18 @@ class RowNodes:
     Attributes:
         meanings: the polynomial that each node computes, as far as it was looked at.
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
+        peaks: nodes that are the logit of each row that is largest once it is scaled.
     """
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
         self.meanings: dict[Node, Poly] = {}
         self.zero_outside: set[Node] = set()
+        self.peaks: set[Node] = set()
+
+    def is_peak(self, atom: Node) -> bool:
+        """One of `peaks`, of some of the rows or in another shape maybe."""
+        return under(atom, VIEWS) in self.peaks
 
     def place(self, node: Node) -> Node:
         """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
@@ -44,15 +52,43 @@ class RowNodes:
         if number is not None:
             return number
         total: Node | float | None = None
-        for monomial, factor in poly.terms.items():
-            term = self._monomial(monomial, abs(factor), dtype)
+        for common, sign, part in self._beside_peaks(poly):
+            term = self._part(common, part, dtype)
             if total is None:
-                total = term if factor > 0 else self._negate(term)
+                total = term if sign > 0 else self._negate(term)
             else:
-                total = self._sum(total, term, factor > 0)
+                total = self._sum(total, term, sign > 0)
         assert isinstance(total, Node)
         self.meanings.setdefault(total, poly)
         return total
+
+    def _beside_peaks(self, poly: Poly) -> Iterator[tuple[Monomial, float, Poly]]:
+        """(factor, sign, terms) whose products add up to `poly`: peaks by one number per row are taken from each other
+        before they are scaled, since they may be large, and the number infinite.
+        """
+        rests = Counter(map(self._without_peak, poly.terms))
+        shared = [rest for rest, count in rests.items() if rest and count > 1]
+        terms = dict(poly.terms)
+        while terms:
+            first = next(iter(terms))
+            rest = next((rest for rest in shared if set(rest) <= set(first)), None)
+            if rest is None:
+                number = terms.pop(first)
+                yield (), number, Poly({first: abs(number)})
+            else:
+                found = [monomial for monomial in terms if set(rest) <= set(monomial)]
+                yield rest, 1.0, Poly({_over(each, rest): terms.pop(each) for each in found})
+
+    def _without_peak(self, monomial: Monomial) -> Monomial:
+        """What one peak is multiplied with; nothing where there is none."""
+        rest = tuple(f for f in monomial if not (f[1] == 1 and self.is_peak(f[0])))
+        return rest if len(rest) == len(monomial) - 1 else ()
+
+    def _part(self, common: Monomial, part: Poly, dtype: torch.dtype) -> Node | float:
+        if common:
+            return self._monomial(common, 1.0, dtype, self.emit(part, dtype))
+        ((monomial, number),) = part.terms.items()
+        return self._monomial(monomial, number, dtype)
 
     def emit_node(self, poly: Poly, dtype: torch.dtype, like: Node) -> Node:
         """As `emit`, numbers as tensors on `like`'s device."""
@@ -71,17 +107,19 @@ class RowNodes:
         assert isinstance(right, Node)
         return call(aten.add.Tensor, right if plus else self._negate(right), left)
 
-    def _monomial(self, monomial: Monomial, factor: float, dtype: torch.dtype) -> Node | float:
+    def _monomial(
+        self, monomial: Monomial, factor: float, dtype: torch.dtype, times: Node | float = 1.0
+    ) -> Node | float:
         above = [(atom, power) for atom, power in monomial if power > 0]
         below = [(atom, -power) for atom, power in monomial if power < 0]
-        result: Node | float = factor
+        result: Node | float = times if isinstance(times, Node) else factor
         for atom, power in above:
             for _ in range(power):
                 result = self._times(result, self._as_factor(atom, dtype))
         for atom, power in below:
             for _ in range(power):
                 result = self._over(result, self._as_factor(atom, dtype))
-        if isinstance(result, Node) and len(monomial) > 1:
+        if isinstance(result, Node) and (len(monomial) > 1 or isinstance(times, Node)):
             result = self.zero_where_placed(monomial, result)
         return result
 
@@ -132,3 +170,7 @@ class RowNodes:
             return self.emitter.call(operator.truediv, left, right)
         inverse = self.emitter.call(aten.reciprocal.default, right)
         return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
+
+
+def _over(monomial: Monomial, factor: Monomial) -> Monomial:
+    return tuple(each for each in monomial if each not in factor)

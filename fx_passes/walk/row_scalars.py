@@ -36,7 +36,6 @@ class RowScalars(RowNodes):
 
     Attributes:
         masses: nodes that are a row's sum of exponentials, each with the exponent that it is `exp` of.
-        peaks: nodes that are the logit of each row that is largest once it is scaled.
         of_logits: the user's nodes that are made of the logits.
     """
 
@@ -44,7 +43,6 @@ class RowScalars(RowNodes):
         super().__init__(emitter)
         self.table = table
         self.masses: dict[Node, Poly] = {}
-        self.peaks: set[Node] = set()
         self.of_logits: set[Node] = set()
 
     # -- meaning ---------------------------------------------------------------------------------
@@ -232,10 +230,6 @@ class RowScalars(RowNodes):
             return False
         inner = [under(atom, RESHAPES) for atom, _ in single[1]]
         return all(atom.target is aten.exp.default or atom in self.masses for atom in inner)
-
-    def is_peak(self, atom: Node) -> bool:
-        """One of `peaks`, of some of the rows or in another shape maybe."""
-        return under(atom, VIEWS) in self.peaks
 
 
 _FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}

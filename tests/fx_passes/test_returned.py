@@ -70,6 +70,11 @@ def one_of_them_is_a_view(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Te
     return log_prob, log_prob.detach(), weight[1:]
 
 
+def a_column(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """A view of the caller's logits."""
+    return x.chunk(2)[-1][:, 3], x.logsumexp(-1)
+
+
 def an_inverse(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """A result that the operator for gradients computes."""
     probs = x.softmax(-1)
@@ -77,6 +82,7 @@ def an_inverse(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 FUNCTIONS = (
+    a_column,
     an_inverse,
     new_and_old,
     old_and_new,
