@@ -195,8 +195,9 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     """The only edits of the user's graph: replacements, then fewer collectives."""
     graph, roots = walk.graph, walk.account.softmax_roots
     returned = Returned(graph)
+    views = returned.of_inputs()
     for old, new in walk.account.replacements.items():
-        kept = {new, graph.output_node()} if returned.is_of_an_input(old) else {new}
+        kept = {new, graph.output_node()} if old in views else {new}
         for user in [user for user in old.users if user not in kept]:
             user.replace_input_with(old, new)
     for copy in walk.account.unchanged:

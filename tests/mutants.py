@@ -867,7 +867,7 @@ MUTANTS = [
         ),
         (
             "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",
-            "{new, graph.output_node()} if returned.is_of_an_input(old) else {new}",
+            "{new, graph.output_node()} if old in views else {new}",
             "{new}",
         ),
         (

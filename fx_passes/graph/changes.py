@@ -99,6 +99,8 @@ def keep_out_of_backward(graph: Graph) -> None:
     changes = changes_of(graph)
     changed = changes.never.union(*changes.aliases.values())
     readers = {user for node in changed for user in node.users if _computes(user)} - changed
+    if not readers:
+        return
     if readers - computed(graph, {}, forward=True):
         readers = _read_copies(graph, [n for n in changed if n.op in ("placeholder", "get_attr")])
         for copy in readers - computed(graph, {}, forward=True):

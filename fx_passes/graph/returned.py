@@ -31,11 +31,11 @@ class Returned:
         ]
         self._before = self._memory()
 
-    def is_of_an_input(self, node: Node) -> bool:
-        """A result that was a view of an input, and stays one."""
+    def of_inputs(self) -> set[Node]:
+        """The results that are views of inputs, and stay so."""
         results = self._results()
-        groups = (group for at, group in self._before.items() if results[at] is node)
-        return any(isinstance(each, str) for group in groups for each in group)
+        shared = ((results[at], group) for at, group in self._before.items())
+        return {node for node, group in shared if any(isinstance(each, str) for each in group)}
 
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
         """Copies of results that share memory now with inputs, or with earlier results, which they did not before."""

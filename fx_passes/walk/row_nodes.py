@@ -77,7 +77,7 @@ class RowNodes:
                 yield (), number, Poly({first: abs(number)})
             else:
                 found = [monomial for monomial in terms if set(rest) <= set(monomial)]
-                yield rest, 1.0, Poly({_over(each, rest): terms.pop(each) for each in found})
+                yield rest, 1.0, Poly({_without(each, rest): terms.pop(each) for each in found})
 
     def _without_peak(self, monomial: Monomial) -> Monomial:
         """What one peak is multiplied with; nothing where there is none."""
@@ -86,7 +86,7 @@ class RowNodes:
 
     def _part(self, common: Monomial, part: Poly, dtype: torch.dtype) -> Node | float:
         if common:
-            return self._monomial(common, 1.0, dtype, self.emit(part, dtype))
+            return self._monomial(common, self.emit(part, dtype), dtype)
         ((monomial, number),) = part.terms.items()
         return self._monomial(monomial, number, dtype)
 
@@ -108,18 +108,18 @@ class RowNodes:
         return call(aten.add.Tensor, right if plus else self._negate(right), left)
 
     def _monomial(
-        self, monomial: Monomial, factor: float, dtype: torch.dtype, times: Node | float = 1.0
+        self, monomial: Monomial, factor: Node | float, dtype: torch.dtype
     ) -> Node | float:
         above = [(atom, power) for atom, power in monomial if power > 0]
         below = [(atom, -power) for atom, power in monomial if power < 0]
-        result: Node | float = times if isinstance(times, Node) else factor
+        result = factor
         for atom, power in above:
             for _ in range(power):
                 result = self._times(result, self._as_factor(atom, dtype))
         for atom, power in below:
             for _ in range(power):
                 result = self._over(result, self._as_factor(atom, dtype))
-        if isinstance(result, Node) and (len(monomial) > 1 or isinstance(times, Node)):
+        if isinstance(result, Node) and (len(monomial) > 1 or isinstance(factor, Node)):
             result = self.zero_where_placed(monomial, result)
         return result
 
@@ -172,5 +172,5 @@ class RowNodes:
         return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
 
 
-def _over(monomial: Monomial, factor: Monomial) -> Monomial:
+def _without(monomial: Monomial, factor: Monomial) -> Monomial:
     return tuple(each for each in monomial if each not in factor)
