@@ -806,6 +806,12 @@ MUTANTS = [
             "                    for at in places:\n                        copies: dict[Node, Node] = {}",
         ),
         (
+            "a result may be what backward has saved", "graph/returned.py",
+            "test_returned.py sums_of_exponentials",
+            "                late = not group.isdisjoint(saved)\n",
+            "                late = False\n",
+        ),
+        (
             "a number per row may cancel in the logits", "rules/pointwise.py", "test_soundness.py given_rows",
             "    if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):",
             "    if False:",

@@ -1,8 +1,8 @@
 """What a graph returns stays as many tensors as it was.
 
 Entry point: `Returned`, made before a rewrite. A view of an input stays one. Whoever changes one result in place must
-not find another one changed, nor an input; and autograd takes a tensor that comes back twice, once detached, for a
-tensor without a gradient.
+not find another one changed, nor an input, nor what backward has saved; and autograd takes a tensor that comes back
+twice, once detached, for a tensor without a gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from fx_passes.graph.aliases import Aliases, own_copy, viewed_inputs
 from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.order import ancestors
 from fx_passes.torch_private import FakeTensorMode
 
 
@@ -30,6 +31,7 @@ class Returned:
             if isinstance(value(node), torch.Tensor)
         ]
         self._before = self._memory()
+        self._saved = self._needed_by_backward()
 
     def of_inputs(self) -> set[Node]:
         """The results that are views of inputs, and stay so."""
@@ -38,14 +40,19 @@ class Returned:
         return {node for node, group in shared if any(isinstance(each, str) for each in group)}
 
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
-        """Copies of results that share memory now with inputs, or with earlier results, which they did not before."""
+        """Copies of results that share memory now, which they did not before.
+
+        With inputs, with earlier results, or with what backward needs.
+        """
         output, results, now = self.graph.output_node(), self._results(), self._memory()
         earlier: set[int | str] = set()
+        saved = self._needed_by_backward() - self._saved
         with self.graph.inserting_before(output):
             for group in dict.fromkeys(self._before.values()):
                 places = [at for at in group if isinstance(at, int)]
                 shared = frozenset().union(*(now[at] for at in places)) - group
-                if any(at in earlier or isinstance(at, str) for at in shared):
+                late = not group.isdisjoint(saved)
+                if late or any(at in earlier or isinstance(at, str) for at in shared):
                     copies: dict[Node, Node] = {}
                     for at in places:
                         results[at] = self._copied(results[at], copies, fake_mode)
@@ -73,6 +80,12 @@ class Returned:
     def _results(self) -> list[Any]:
         returned = self.graph.output_node().args[0]
         return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+    def _needed_by_backward(self) -> set[int | str]:
+        """The places of results whose memory backward may read."""
+        aliases, results = Aliases(self.graph), self._results()
+        needed = ancestors(node for node in self.graph.nodes if is_backward(node))
+        return {at for at in self._places if not needed.isdisjoint(aliases.of(results[at]))}
 
     def _memory(self) -> dict[int, frozenset[int | str]]:
         aliases, results = Aliases(self.graph), self._results()

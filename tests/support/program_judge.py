@@ -14,7 +14,7 @@ outputs and not in gradients. A row with +inf, or with the negative of -inf, has
 infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/ops.md), and so it is in what would be
 NaN if the +inf were; where a part of its gradient is NaN, all of it may be; and what is not finite of it in eager code
 may be finite, as the softmax of the negative is. The same of rows that the program makes +inf (1 / 0), where it takes
-an exponential or a maximum of them.
+an exponential or a maximum of them. Where it divides a row by 0, NaN is as good (docs/reference.md).
 """
 
 from __future__ import annotations
@@ -157,9 +157,11 @@ class _Compiled:
         return next(filter(None, told), "")
 
     def failed_as(self, plain: _Compiled) -> bool:
-        """Whether plain torch fails too: in the same values, in the same memory."""
-        if self.error or plain.error:
-            return bool(self.error) and plain.kind != "equal"
+        """Whether plain torch fails too: in the same values and memory; what raises tells nothing of memory."""
+        if self.error:
+            return plain.kind != "equal"
+        if plain.error:  # inductor alone joins memory
+            return not self.values
         return self.values.keys() <= plain.values.keys() and self.apart.keys() <= plain.apart.keys()
 
 
@@ -175,6 +177,7 @@ class _Eager:
         rows: the kinds of rows that may be in a draw.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
         makes_empty_rows: whether it does of rows of -inf that were not given (a division by 0).
+        divides_by_zero: whether it divides a row by a number that is 0.
         dtype: of the logits.
         precision: the coarsest dtype that its text names.
         logits: the largest of them: in float64, which is the truth itself, eager code rounds as far as that.
@@ -188,6 +191,7 @@ class _Eager:
     rows: frozenset[str]
     makes_infinity: bool
     makes_empty_rows: bool
+    divides_by_zero: bool
     dtype: torch.dtype
     precision: torch.dtype
     logits: float
@@ -213,11 +217,13 @@ class _Eager:
                 allowed |= ~eager.isfinite()
                 lost |= eager != clean  # it depends on such a row
                 lost |= self.without[at].values()[name].isnan()
-            if {"some -inf", "only -inf"} & self.rows or self.makes_infinity:
+            if {"some -inf", "only -inf"} & self.rows:
                 lost |= eager == torch.inf
-            if self.makes_empty_rows:
+            if self.makes_infinity or self.makes_empty_rows:
                 lost |= eager.isinf()
-            if name.startswith("gradients"):
+            if self.divides_by_zero:
+                lost |= True
+            if self.is_gradient(at, name):
                 allowed |= eager.isnan()
                 of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
                 lost |= of_row.any(-1, keepdim=True)
@@ -228,6 +234,14 @@ class _Eager:
             )
         return {name: f"draw {at}, {name}: {told}" for name, told in found.items() if told}
 
+    def is_gradient(self, at: int, name: str) -> bool:
+        """Also what backward writes over what was given."""
+        what, number = name.split()
+        if what != "after_backward":
+            return what == "gradients"
+        before, after = (self.runs[at].values()[f"{w} {number}"] for w in ("after_forward", what))
+        return not torch.equal(before.nan_to_num(), after.nan_to_num())
+
     def precision_of(self, true: Tensor, dtype: torch.dtype, usual: float) -> torch.dtype:
         """float64 for a value that eager code computes without any that is coarser, whatever else is in the program."""
         finite = true[true.isfinite()].abs()
@@ -237,12 +251,20 @@ class _Eager:
 
 
 class _Infinities(TorchDispatchMode):
-    """Whether what runs in a `with` block takes an exponential or a maximum of +inf, or of a row of -inf."""
+    """Whether what runs in a `with` block takes an exponential or a maximum of +inf, or of a row of -inf.
+
+    And whether it divides a row by 0.
+    """
 
     any = False
     rows = False
+    by_zero = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is aten.div and isinstance(args[1], Tensor):
+            over, by = args[0], args[1]
+            per_row = over.shape[-1:] != by.shape[-1:] and over.numel() > by.numel()
+            self.by_zero |= per_row and bool((by == 0).any())
         if func.overloadpacket in _OF_LOGITS:
             self.any |= bool((args[0] == torch.inf).any())
             self.rows |= args[0].ndim > 1 and bool((args[0] == -torch.inf).all(-1).any())
@@ -333,7 +355,7 @@ class Judge:
         precision = _coarsest(program.source, dtype)
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
-        made = (seen.any, empty, dtype, precision, logits)
+        made = (seen.any, empty, seen.by_zero, dtype, precision, logits)
         return _Eager(runs, truth, clean, without, errors, rows, *made)
 
     def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
