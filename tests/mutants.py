@@ -512,7 +512,7 @@ MUTANTS = [
         ),
         (
             "a softmax of float64 logits is kept in float32", "walk/gradient.py", "test_soundness.py entropy_in_float64",
-            "    if compute_dtype(form.x) is torch.float64 and dtype is not torch.float64:",
+            "    if dtype_of(form) is torch.float64 and dtype is not torch.float64:",
             "    if False:",
         ),
         (
@@ -806,6 +806,12 @@ MUTANTS = [
             "                    for at in places:\n                        copies: dict[Node, Node] = {}",
         ),
         (
+            "rows without logits are float32", "walk/statistics.py",
+            "test_soundness.py exponentials_of_rows",
+            "    return torch.float64 if torch.float64 in map(_dtype, form.atoms()) else torch.float32\n",
+            "    return torch.float32\n",
+        ),
+        (
             "a result may be what backward has saved", "graph/returned.py",
             "test_returned.py sums_of_exponentials",
             "                late = not group.isdisjoint(saved)\n",
@@ -858,12 +864,12 @@ MUTANTS = [
         ),
         (
             "bfloat16 is as fine as float16", "rules/pointwise.py", "test_soundness.py rounded_stay",
-            "    rounded = narrow.itemsize < compute_dtype(form.x).itemsize\n",
+            "    rounded = narrow.itemsize < dtype_of(form).itemsize\n",
             "    rounded = narrow.itemsize < min(4, value(form.x).dtype.itemsize)\n",
         ),
         (
             "float32 is as fine as float64", "rules/pointwise.py", "test_soundness.py rounded_stay",
-            "    rounded = narrow.itemsize < compute_dtype(form.x).itemsize\n",
+            "    rounded = narrow.itemsize < dtype_of(form).itemsize\n",
             "    rounded = narrow.itemsize < 4\n",
         ),
         (

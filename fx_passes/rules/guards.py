@@ -19,7 +19,7 @@ from fx_passes.rules.operands import form_beside, masked_column, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
     if not form.exps or (normalised and not mask.at_nan):
         return form
     assert form.x is not None
-    stats, dtype = c.stats(form, form.exps[0].scale), compute_dtype(form.x)
+    stats, dtype = c.stats(form, form.exps[0].scale), dtype_of(form)
     if normalised:
         left = c.emitter.call(aten.eq.Scalar, c.nothing(form, stats), 0)
     else:
@@ -231,7 +231,7 @@ def _where_rows(
     c.operand(condition, like)
     rows = c.emitter.align(condition, len(like.shape)) if rank_of(condition) else condition
     flags = rows, c.emitter.call(aten.logical_not.default, rows)
-    dtype = compute_dtype(like.x)
+    dtype = dtype_of(like)
     yes, no = (Poly.atom(c.rows.place(c.emitter.cast(flag, dtype))) for flag in flags)
     return add(_masked(left, yes), _masked(right, no), c.rows.zero_outside)
 

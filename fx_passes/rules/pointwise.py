@@ -17,7 +17,7 @@ from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         raise Refused("a full-vocabulary value is cast to integers")
     form = as_form(operand)
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
-    rounded = narrow.itemsize < compute_dtype(form.x).itemsize
+    rounded = narrow.itemsize < dtype_of(form).itemsize
     if form.x is not None and linear and rounded and narrow is not value(form.x).dtype:
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
@@ -230,7 +230,7 @@ def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
         raise Refused("a division by zero")
     if inverse is None:
         like = form.x or next(iter(poly.atoms()))
-        inverse = Poly.atom(c.rows.emit_node(poly, compute_dtype(form.x), like)).inverse()
+        inverse = Poly.atom(c.rows.emit_node(poly, dtype_of(form), like)).inverse()
     assert inverse is not None
     return inverse
 
@@ -268,7 +268,7 @@ def _exp_of_row(c: Context, form: Form) -> Poly:
     like = form.x or next(iter(form.e.atoms()), None)
     if like is None:
         return Poly.number(math.exp(form.e.as_number() or 0.0))
-    exponent = c.rows.emit_node(form.e, compute_dtype(form.x), like)
+    exponent = c.rows.emit_node(form.e, dtype_of(form), like)
     return Poly.atom(c.emitter.call(aten.exp.default, exponent))
 
 
@@ -356,5 +356,5 @@ def _log_of_row(c: Context, form: Form, poly: Poly) -> Poly:
     if number is not None:
         return Poly.number(math.log(number)) if number > 0 else Poly.number(math.nan)
     like = form.x or next(iter(poly.atoms()))
-    emitted = c.rows.emit_node(poly, compute_dtype(form.x), like)
+    emitted = c.rows.emit_node(poly, dtype_of(form), like)
     return c.rows.meaning(c.emitter.call(aten.log.default, emitted))

@@ -26,7 +26,7 @@ from fx_passes.walk.results import (
     RowValue,
     as_form,
 )
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -135,7 +135,7 @@ def _affine_sum(c: Context, form: Form) -> Poly:
         result = rows + total
         if len(result.terms) < len(rows.terms) + len(total.terms):
             return result
-    dtype = compute_dtype(form.x)
+    dtype = dtype_of(form)
     plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
     return Poly.atom(plain) * form.f + rows
 
@@ -143,7 +143,7 @@ def _affine_sum(c: Context, form: Form) -> Poly:
 def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     """sum_v exp(y - c)(a + b y) = exp(max + log_sum - c) (a + b (mean + max))."""
     assert form.x is not None
-    stats, dtype = c.stats(form, term.scale), compute_dtype(form.x)
+    stats, dtype = c.stats(form, term.scale), dtype_of(form)
     around = near(c, form, term.scale, term.shift)
     apart = stats.peak - around.center
     if not around.center.is_zero and not apart.is_zero:
@@ -168,7 +168,7 @@ def _columns_sum(c: Context, form: Form, hot: OneHot) -> Poly:
     index = index_node(c, hot.index)
     if same(shape_of(index)[form.vdim], 1):
         return hot.weight
-    weights = c.rows.emit_node(hot.weight, compute_dtype(form.x), index)
+    weights = c.rows.emit_node(hot.weight, dtype_of(form), index)
     weights = c.emitter.expand(weights, c.emitter.sizes(index))
     return Poly.atom(c.emitter.call(aten.sum.dim_IntList, weights, [form.vdim], True))
 

@@ -29,7 +29,7 @@ from fx_passes.rules.row_moves import (
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result
 from fx_passes.walk.roots import Key
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -213,7 +213,7 @@ class _Embedding:
         inner = Poly({tuple(rest): 1.0}) if rest else Poly.number(1.0)
         like = self.inner.x or next((atom for atom, _ in monomial), self.c.emitter.origin)
         assert like is not None
-        emitted = self.c.rows.emit_node(inner, compute_dtype(self.inner.x), like)
+        emitted = self.c.rows.emit_node(inner, dtype_of(self.inner), like)
         return kept * Poly.atom(self._place(emitted))
 
     def _index(self, node: Node) -> Node:

@@ -14,7 +14,7 @@ from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     """W at one column (or K columns) per row."""
     only_known(form)
     only_unclamped(form)
-    dtype, chosen = compute_dtype(form.x), index_node(c, index)
+    dtype, chosen = dtype_of(form), index_node(c, index)
     taken, result = ZERO, ZERO
     left = softmax_left(c, form) if form.f.is_zero else None
     if form.exps or not form.f.is_zero:

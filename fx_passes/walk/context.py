@@ -33,7 +33,7 @@ from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowRule, RowScalars
-from fx_passes.walk.statistics import Statistics, Stats, compute_dtype
+from fx_passes.walk.statistics import Statistics, Stats, compute_dtype, dtype_of
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ class Context:
     def emit_rows(self, poly: Poly, form: Form, node: Node) -> Node:
         """`poly` as a node in the form's compute dtype; `node` is the user's, for the device."""
         if form.x is not None:
-            return self.rows.emit_node(poly, compute_dtype(form.x), form.x)
+            return self.rows.emit_node(poly, dtype_of(form), form.x)
         return self.rows.emit_node(poly, compute_dtype(node), node)
 
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:

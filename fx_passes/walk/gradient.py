@@ -19,7 +19,7 @@ from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import in_backward, softmax_left
 from fx_passes.walk.near import affine_center, near
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -124,7 +124,7 @@ def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
     """Not where it would be rounded too far: an exponential that is no probability, float16, float64 in less."""
     (term,) = form.exps
     stats = c.stats(form, term.scale)
-    if compute_dtype(form.x) is torch.float64 and dtype is not torch.float64:
+    if dtype_of(form) is torch.float64 and dtype is not torch.float64:
         return False
     if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
         return False
@@ -137,7 +137,7 @@ class _Packer:
 
     def __init__(self, c: Context, form: Form, order: list[int] | None) -> None:
         self.c, self.form, self.order = c, form, order
-        self.dtype = compute_dtype(form.x)
+        self.dtype = dtype_of(form)
         self.lead = c.lead_sizes(form)
 
     def ordered(self, node: Node) -> Node:

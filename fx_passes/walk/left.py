@@ -16,7 +16,7 @@ from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.operators import WHOLE_VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import logits_of
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import compute_dtype, dtype_of
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def _log(c: Context, factor: Poly, form: Form) -> Poly:
     if factor == ONE:
         return Poly()
     assert form.x is not None
-    emitted = c.rows.emit_node(factor, compute_dtype(form.x), form.x)
+    emitted = c.rows.emit_node(factor, dtype_of(form), form.x)
     return Poly.atom(c.emitter.call(aten.log.default, emitted))
 
 

@@ -14,7 +14,7 @@ import torch
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.walk.context import Context
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
         return Near()
     key = form.x, scale, part
     if key not in c.beside_peaks:
-        call, dtype, x = c.emitter.call, compute_dtype(form.x), form.x
+        call, dtype, x = c.emitter.call, dtype_of(form), form.x
         peak = c.rows.emit_node(stats.peak, dtype, x)
         finite = call(aten.lt.Scalar, call(aten.abs.default, peak), math.inf)
         center = Poly.atom(c.emitter.where(finite, peak, c.rows.emit_node(ZERO, dtype, x)))

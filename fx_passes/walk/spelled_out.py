@@ -23,7 +23,7 @@ from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.gradient import Leaving, coefficients, with_others
 from fx_passes.walk.near import affine_center
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -118,7 +118,7 @@ class _Arithmetic:
     def __init__(self, c: Context, form: Form) -> None:
         assert form.x is not None
         self.c, self.form, self.call = c, form, c.emitter.call
-        self.dtype = compute_dtype(form.x)
+        self.dtype = dtype_of(form)
         self.x = c.emitter.cast(form.x, self.dtype)
         self.zero = self._tensor(ZERO)
 

@@ -39,6 +39,17 @@ def compute_dtype(x: Node | None) -> torch.dtype:
     return torch.float64 if x is not None and value(x).dtype == torch.float64 else torch.float32
 
 
+def dtype_of(form: Form) -> torch.dtype:
+    """What the form's coefficients are computed in; a form that no logits are in may be float64 by its rows."""
+    if form.x is not None:
+        return compute_dtype(form.x)
+    return torch.float64 if torch.float64 in map(_dtype, form.atoms()) else torch.float32
+
+
+def _dtype(atom: Node) -> torch.dtype | None:
+    return getattr(value(atom), "dtype", None)  # None for a size
+
+
 class Statistics:
     """The statistics that were asked for; `operators`: the operators made for them, each with its root."""
 

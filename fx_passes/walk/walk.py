@@ -38,7 +38,7 @@ from fx_passes.walk.results import (
 )
 from fx_passes.walk.row_scalars import RowRule
 from fx_passes.walk.spelled_out import spell_out
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -291,7 +291,7 @@ def _check_precision(node: Node, result: Result) -> None:
     form = result.form if isinstance(result, RowValue) else result
     if not isinstance(form, Form) or form.x is None or value(node).dtype is not torch.float64:
         return
-    if compute_dtype(form.x) is not torch.float64:
+    if dtype_of(form) is not torch.float64:
         raise Refused(f"it is computed in float64 from {dtype_name(form.x)} logits")
 
 

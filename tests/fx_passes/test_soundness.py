@@ -463,6 +463,15 @@ def constants_in_float64(row: Tensor) -> Tensor:
     return (torch.ones(ROWS, VOCAB, dtype=torch.float64) * row + row).sum(-1)
 
 
+@program(
+    "precision",
+    lambda: (logits().detach().double().requires_grad_(), some().double().sin().requires_grad_()),
+)
+def exponentials_of_rows_in_float64(x: Tensor, row: Tensor) -> Tensor:
+    """Computed where no logits are in the value that says how exactly."""
+    return (x + row[:, None].expand_as(x).exp()).logsumexp(-1)
+
+
 @program("precision", lambda: (logits().detach().double().requires_grad_(), tokens()))
 def everything_in_float64(x: Tensor, target: Tensor) -> Tensor:
     log_p = x.log_softmax(-1)
