@@ -266,7 +266,7 @@ MUTANTS = [
             "            condition = condition.invert()",
         ),
         (
-            "rows are filled with an infinite value", "rules/guards.py", "test_small_programs.py right and (infinite_rows)",
+            "what is left out is filled with an infinite value", "rules/guards.py", "test_small_programs.py right and (infinite_rows)",
             "    if constant is not None and not math.isfinite(constant):",
             "    if False:",
         ),
@@ -417,8 +417,14 @@ MUTANTS = [
         ),
         (
             "a softmax that is clamped has an exp", "rules/pointwise.py", "test_small_programs.py right and (nearly_nothing)",
-            "    if form.clamped and (factor is None or factor < SMALL):",
+            "    if form.clamped and not _vanishes_at_lowest(c, form):",
             "    if False:",
+        ),
+        (
+            "a clamped row of nothing but -inf has no softmax", "rules/pointwise.py",
+            "test_small_programs.py right and (empty_rows)",
+            " and (shift is not None or c.statistics.shifts(form))",
+            "",
         ),
         (
             "a slice forgets its step", "rules/row_moves.py", "test_small_programs.py right and (steps)",
@@ -810,6 +816,24 @@ MUTANTS = [
             "test_soundness.py exponentials_of_rows",
             "    return torch.float64 if torch.float64 in map(_dtype, form.atoms()) else torch.float32\n",
             "    return torch.float32\n",
+        ),
+        (
+            "a copy of a changed input comes after its readers", "graph/changes.py",
+            "test_changed_rows.py beside_a_constant",
+            '    *_, last = graph.find_nodes(op="placeholder")\n',
+            '    *_, last = (n for n in graph.nodes if n.op in ("placeholder", "get_attr"))\n',
+        ),
+        (
+            "an exponential of an empty row is NaN beside a one-hot", "rules/pointwise.py",
+            "test_soundness.py one_hot_of_exponentials",
+            "        nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)\n",
+            "        pass\n",
+        ),
+        (
+            "columns are filled with an infinite value", "rules/guards.py",
+            "test_soundness.py all_but_the_target",
+            "    _only_finite(outside)\n",
+            "",
         ),
         (
             "a result may be what backward has saved", "graph/returned.py",

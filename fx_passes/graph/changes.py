@@ -103,6 +103,7 @@ def keep_out_of_backward(graph: Graph) -> None:
         return
     if readers - computed(graph, {}, forward=True):
         readers = _read_copies(graph, [n for n in changed if n.op in ("placeholder", "get_attr")])
+        graph.lint()
         for copy in readers - computed(graph, {}, forward=True):
             # the partitioner makes in forward only what forward needs
             if any(user.meta.get("slime_fused") for user in copy.users):
@@ -114,10 +115,10 @@ def keep_out_of_backward(graph: Graph) -> None:
 def _read_copies(graph: Graph, inputs: list[Node]) -> set[Node]:
     """Copies that all readers of `inputs` read from now on."""
     copies = set()
-    *_, last = (node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    *_, last = graph.find_nodes(op="placeholder")
     for node in inputs:
         readers = [user for user in node.users if _computes(user)]
-        with graph.inserting_after(last):
+        with graph.inserting_after(last if node.op == "placeholder" else node):
             copy = own_copy(graph, node)
         for user in readers:
             user.replace_input_with(node, copy)

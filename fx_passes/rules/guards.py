@@ -206,7 +206,7 @@ def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
     if normalised:
         left = c.emitter.call(aten.eq.Scalar, c.nothing(form, stats), 0)
     else:
-        left = c.emitter.call(aten.ne.Scalar, c.emit_rows(stats.max, form, form.x), -math.inf)
+        left = c.emitter.call(aten.logical_not.default, c.is_empty(form, stats))
     return scaled(form, Poly.atom(c.rows.place(c.emitter.cast(left, dtype))))
 
 
@@ -214,6 +214,7 @@ def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
     if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
+    _only_finite(outside)
     at, hit = masked_column(c, mask)
     weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit
     hot = OneHot((at,), weight, replaces=bool(outside.exps))
@@ -237,10 +238,14 @@ def _where_rows(
 
 
 def _masked(form: Form, rows: Poly) -> Form:
+    _only_finite(form)
+    return scaled(form, rows)
+
+
+def _only_finite(form: Form) -> None:
     constant = form.e.as_number() if form.is_row else None
     if constant is not None and not math.isfinite(constant):
-        raise Refused("rows are filled with an infinite value")
-    return scaled(form, rows)
+        raise Refused("what is left out is filled with an infinite value")
 
 
 def clamp_min(

@@ -21,7 +21,8 @@ from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
-SMALL = 1e-6
+VANISHES = -1e3
+"""The exponential of a number below is 0, in float64 too."""
 
 
 def same_value(c: Context, node: Node, operand: Form | Mask, *_: object, **__: object) -> Result:
@@ -183,9 +184,20 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 
 
 def _nothing(c: Context, factor: Form) -> Poly:
-    """0 times NaN is NaN: what a column mask leaves of a value shows at all columns whether the row has NaN."""
+    """0 times NaN is NaN: what a column mask leaves of a value shows at all columns whether the row has NaN.
+
+    An exponential that nothing was subtracted from is 0 in a row of nothing but -inf.
+    """
     scale = factor.exps[0].scale if factor.exps else factor.f
-    return ZERO if scale.is_zero else Poly.atom(c.nothing(factor, c.stats(factor, scale)))
+    if scale.is_zero:
+        return ZERO
+    stats = c.stats(factor, scale)
+    nothing = c.nothing(factor, stats)
+    if factor.exps and not any(map(c.statistics.is_one, factor.exps[0].shift.atoms())):
+        assert factor.x is not None
+        zero = c.rows.emit_node(ZERO, dtype_of(factor), factor.x)
+        nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)
+    return Poly.atom(nothing)
 
 
 def fma(c: Context, node: Node, left: Operand, right: Operand, addend: Operand) -> Result:
@@ -258,10 +270,20 @@ def exp(c: Context, node: Node, operand: Operand) -> Result:
         return form.with_(e=_exp_of_row(c, form))
     if not form.is_affine:
         raise Refused("exp of a value that is not linear in the logits")
-    factor = form.f.as_number()
-    if form.clamped and (factor is None or factor < SMALL):  # exp of the lowest number must be 0
+    if form.clamped and not _vanishes_at_lowest(c, form):
         only_unclamped(form)
     return form.with_(exps=(_exponential(c, form, ONE),), e=ZERO, f=ZERO, clamped=False)
+
+
+def _vanishes_at_lowest(c: Context, form: Form) -> bool:
+    """The exponential of a clamped value is 0 where the logits are -inf, or NaN where all of its row are."""
+    factor, shift = form.f.as_number(), form.e.as_number()
+    if form.x is None or factor is None:
+        return False
+    lowest = factor * torch.finfo(value(form.x).dtype).min
+    return lowest + max(shift or 0.0, 0.0) < VANISHES and (
+        shift is not None or c.statistics.shifts(form)
+    )
 
 
 def _exp_of_row(c: Context, form: Form) -> Poly:

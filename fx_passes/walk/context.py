@@ -6,6 +6,7 @@ Nothing here says what becomes of the user's graph; that is `account.py`, which 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,6 +151,12 @@ class Context:
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
         return self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
+
+    def is_empty(self, form: Form, stats: Stats) -> Node:
+        """A row mask: nothing but -inf. The peak may be -inf beside NaN."""
+        assert form.x is not None
+        log_sum = self.emit_rows(stats.log_sum, form, form.x)
+        return self.emitter.call(aten.eq.Scalar, log_sum, -math.inf)
 
     def where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
         """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""

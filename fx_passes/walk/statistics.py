@@ -73,6 +73,15 @@ class Statistics:
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
+    def shifts(self, form: Form) -> bool:
+        """Whether a statistic of its own logits is in what they are shifted by: NaN in rows of nothing but -inf."""
+        root = None if form.x is None else self.roots.root_of[form.x]
+        return any(
+            self.operators[under(atom, VIEWS).all_input_nodes[0]] is root
+            for atom in form.e.atoms()
+            if self.is_one(atom)
+        )
+
     def any_scale(self, form: Form) -> tuple[Poly, Stats]:
         """Statistics of any scale that are there already, else of the form's own factor."""
         for (x, scale), stats in self._known.items():

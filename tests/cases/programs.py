@@ -132,6 +132,11 @@ RIGHT: dict[str, Program] = {
         rows=("plain", "some -inf"),
         grads=("none", "none"),
     ),
+    "clamped, with empty rows": program(
+        "v0 = x.clamp(min=torch.finfo(torch.float32).min)",
+        "v0.softmax(-1)[..., 1], x.logsumexp(-1)",
+        rows=("plain", "only -inf"),
+    ),
     "clamped, then nearly nothing": program(
         "v0 = x.clamp(min=torch.finfo(torch.float32).min)",
         "(v0 * 1e-38).exp().sum(-1), x.logsumexp(-1)",

@@ -73,6 +73,15 @@ def straight_through(x: Tensor, target: Tensor, reward: Tensor, state: Tensor) -
     return value
 
 
+def beside_a_constant(x: Tensor, target: Tensor, reward: Tensor, state: Tensor) -> Tensor:
+    """The number is a tensor of the graph's own, which is fetched after the state is read."""
+    state.data.copy_(state)
+    sums = (x.sin() * state[:, None]).logsumexp(-1)
+    with torch.no_grad():
+        reward[target < 20] = 0.5
+    return sums[1:5:2]
+
+
 FUNCTIONS = (
     baseline_set,
     baseline_averaged,
@@ -81,6 +90,7 @@ FUNCTIONS = (
     shift_through_a_view,
     read_after_the_change,
     straight_through,
+    beside_a_constant,
 )
 
 

@@ -269,7 +269,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, zero_mask(s, x), x)
 
 
-@refused("rows are filled with an infinite value")
+@refused("what is left out is filled with an infinite value")
 def _(s: Scratch, x: Node) -> None:
     keep = s.input("flags", (3, 1), torch.bool)
     s.call(aten.where.self, keep, x, number(s, -torch.inf))

@@ -839,6 +839,20 @@ def entropy_in_float64(x: Tensor) -> Tensor:
     return torch.special.entr(x.double().softmax(-1)).sum(-1)
 
 
+@program("empty rows", lambda: (with_values(logits(), r0=-math.inf, r2c5=-math.inf), tokens()))
+def one_hot_of_exponentials(x: Tensor, target: Tensor) -> Tensor:
+    """0, and not NaN, where there is nothing to take the exponential of."""
+    hot = (torch.arange(VOCAB) == target[:, None]).float()
+    return (x.exp() * hot).sum(-1) + x.logsumexp(-1)
+
+
+@program("empty rows", lambda: (logits(), tokens()))
+def all_but_the_target_is_minus_infinity(x: Tensor, target: Tensor) -> Tensor:
+    hot = torch.arange(VOCAB) == target[:, None]
+    only = torch.where(hot, x.log_softmax(-1), -math.inf)
+    return only.sum(-1).exp() + x.logsumexp(-1)
+
+
 @program("overflow", lambda: (logits(offset=1000),))
 def exponentials_times_their_logits(x: Tensor) -> Tensor:
     return (x.exp() * x).sum(-1)

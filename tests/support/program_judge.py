@@ -324,8 +324,9 @@ class Judge:
             jumps = together == "mismatch" and (
                 _asks(program) or self.jumps(program, fn, eager.truth)
             )
-            if any(ours.failed_as(each) for each in without_us):
-                kind = "torch"
+            untouched = not report["fused"] and any(each.kind != "equal" for each in without_us)
+            if untouched or any(ours.failed_as(each) for each in without_us):
+                kind = "torch"  # where nothing was fused, in whatever way
             elif jumps and ours.values:
                 kind = "discarded"
         return Verdict(kind, report["fused"], ours.detail, reasons)

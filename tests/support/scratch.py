@@ -37,6 +37,8 @@ VOCAB = 5  # also a number of rows, here and there
 KINDS = ("plain", "offset", "absent", "poisoned", "infinite", "lowest", "zeros", "mixed")
 """Of data: see `_logits` and `_rows`."""
 
+LARGE = 1e150  # squares are finite in float64
+
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default}
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tried, and refused
@@ -245,7 +247,9 @@ class Walked:
                 free = torch.stack([each[node] == want for each in others]).all(0)
             if isinstance(self.said(node), Mask):
                 free = free & self._certain(self.said(node), node, values)
-            elif self._overflows(node, values, draw):
+            elif self._overflows(node, values, torch.inf if draw.spoils else LARGE) or any(
+                self._overflows(node, each, LARGE) for each in others
+            ):
                 continue
             for what, (found, size) in self._claims(node, values):
                 self._compare(node, what, found, values, free, 1e-11 * size, draw)
@@ -255,7 +259,7 @@ class Walked:
         """Elements of which a mask speaks: no NaN, and none that is -inf in the dtype of the user's value only."""
         if mask.guard in (Guard.COLUMN, Guard.ROW):
             return torch.ones((), dtype=torch.bool)
-        value, _ = dense(mask.form, values, self.walk.context.rows.zero_outside)
+        value, _ = dense(mask.form, values, self._viewed(self.walk.context.rows.zero_outside))
         compared = node
         while values[compared].dtype is torch.bool:
             compared = compared.args[0]  # type: ignore[assignment]
@@ -278,7 +282,7 @@ class Walked:
 
     def _claims(self, node: Node, values: Values) -> list[tuple[str, tuple[Any, float]]]:
         """What is said of a node, evaluated, each with the largest number that went into it."""
-        said, zero = self.said(node), self.walk.context.rows.zero_outside
+        said, zero = self.said(node), self._viewed(self.walk.context.rows.zero_outside)
         claims: list[tuple[str, tuple[Any, float]]] = []
         mine = values.largest(node)
         if isinstance(said, Form):
@@ -293,22 +297,21 @@ class Walked:
                 assert fake.dtype == old.dtype, f"{node} was {old.dtype}, is {fake.dtype}"
                 assert _hints(fake.shape) == _hints(old.shape), f"{node}: {fake} for {old}"
             claims.append(("new node", (values[new], max(values.largest(new), mine))))
-        if node in self.meanings:
-            found, size = dense_poly(self.meanings[node], values, self._viewed(zero))
+        if node in self.meanings and not _is_wide(values[node]):
+            found, size = dense_poly(self.meanings[node], values, zero)
             claims.append(("polynomial", (found, max(size, mine))))
         return claims
 
     def _viewed(self, zero: set[Node]) -> set[Node]:
-        """Nodes that vanish outside their rows, and views of them: a polynomial is read, and not yet computed."""
+        """Nodes that vanish outside their rows, and views of them: what is said is not yet computed."""
         found = set(zero)
         for node in self.walk.graph.nodes:
             if node.op == "call_function" and node.target in VIEWS and node.args[0] in found:
                 found.add(node)
         return found
 
-    def _overflows(self, node: Node, values: Values, draw: Draw) -> bool:
-        """What the value is made of has +inf, unless that is looked at apart, or numbers where float64 ends."""
-        largest = torch.inf if draw.spoils else 1e150
+    def _overflows(self, node: Node, values: Values, largest: float) -> bool:
+        """What the value is made of has numbers beyond `largest`, or finite ones where float64 ends."""
         return any(_exceeds(values[each], largest) for each in (*ancestors([node]), node))
 
     def _compare(
@@ -332,7 +335,7 @@ class Walked:
         found = torch.as_tensor(found).expand(want.shape).double()
         want = want.double()
         wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
-        lost = self._divides_by_zero(node, values) or (what == "polynomial" and _is_wide(want))
+        lost = self._divides_by_zero(node, values)
         wrong &= ~self._allowed(self.said(node), found, want, lost, draw)
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -373,15 +376,15 @@ class Walked:
 
 
 def _is_wide(found: Tensor) -> bool:
-    """Of which no rule makes a number per row: its products are not put together."""
+    """Of which no rule makes a number per row."""
     return found.ndim > 1 and found.shape[-1] == VOCAB
 
 
 def _exceeds(found: Any, largest: float) -> bool:
-    """A finite number beyond 1e150 of either sign, or one beyond `largest`."""
+    """A finite number beyond `LARGE` of either sign, or one beyond `largest`."""
     if not isinstance(found, torch.Tensor) or not found.is_floating_point():
         return False
-    return bool(((found > largest) | (found.isfinite() & (found.abs() > 1e150))).any())
+    return bool(((found > largest) | (found.isfinite() & (found.abs() > LARGE))).any())
 
 
 def _hints(shape: Sequence[Any]) -> tuple[int, ...]:
