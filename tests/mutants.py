@@ -836,6 +836,11 @@ MUTANTS = [
             "",
         ),
         (
+            "the mean of no rows is 0", "rules/reductions.py", "test_soundness.py mean_of_no_rows",
+            "over, keepdim, aten.mean.dim)",
+            "over, keepdim)",
+        ),
+        (
             "a result may be what backward has saved", "graph/returned.py",
             "test_returned.py sums_of_exponentials",
             "                late = not group.isdisjoint(saved)\n",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,7 +11,7 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused, only_known, only_unclamped, scaled
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.facts import SizeArg, is_float_tensor, same, shape_of
+from fx_passes.graph.facts import is_float_tensor, same, shape_of
 from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
@@ -68,9 +68,9 @@ def mean(
     if form.x is None:
         return None
     poly, label = row_sum(c, form)
-    for dim in over:
-        poly = poly * _inverse_size(c.emitter.size(form.x, dim))
-    return _then_rows(c, node, form, poly, label, over, keepdim)
+    inverse = c.vocabulary(form).inverse()
+    assert inverse is not None  # one size
+    return _then_rows(c, node, form, poly * inverse, label, over, keepdim, aten.mean.dim)
 
 
 def _check_dtype(dtype: Operand) -> None:
@@ -86,12 +86,6 @@ def _reduced_dims(form: Form, dims: Operand) -> list[int]:
     return [dim % rank for dim in listed if isinstance(dim, int)]
 
 
-def _inverse_size(size: SizeArg) -> Poly:
-    if isinstance(size, Node):
-        return Poly({((size, -1),): 1.0})
-    return Poly.number(1.0 / size) if size else Poly.number(math.nan)
-
-
 def _then_rows(
     c: Context,
     node: Node,
@@ -100,13 +94,13 @@ def _then_rows(
     label: str,
     over: Sequence[int],
     keepdim: bool,
+    reduction: Callable[..., Any] = aten.sum.dim_IntList,
 ) -> Result:
-    """The row scalar, summed over the other dimensions where the user's reduction takes them too."""
+    """The row scalar, reduced over the other dimensions where the user's reduction takes them too."""
     if list(over) == [form.vdim]:
         return c.row_value(node, poly, label, form, keepdim)
     rows = c.emitter.expand(c.emit_sum(poly, form, node), c.lead_sizes(form))
-    total = c.emitter.call(aten.sum.dim_IntList, rows, list(over), keepdim)
-    return RowValue(total, label, form)
+    return RowValue(c.emitter.call(reduction, rows, list(over), keepdim), label, form)
 
 
 def row_sum(c: Context, form: Form) -> tuple[Poly, str]:

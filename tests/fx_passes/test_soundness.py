@@ -853,6 +853,12 @@ def all_but_the_target_is_minus_infinity(x: Tensor, target: Tensor) -> Tensor:
     return only.sum(-1).exp() + x.logsumexp(-1)
 
 
+@program("empty rows", lambda: (logits(),))
+def mean_of_no_rows(x: Tensor) -> Tensor:
+    """NaN, not 0."""
+    return x.logsumexp(-1).sum() + x.log_softmax(-1)[:0].mean()
+
+
 @program("overflow", lambda: (logits(offset=1000),))
 def exponentials_times_their_logits(x: Tensor) -> Tensor:
     return (x.exp() * x).sum(-1)
