@@ -841,6 +841,11 @@ MUTANTS = [
             "over, keepdim)",
         ),
         (
+            "no rows are rolled", "rules/row_moves.py", "test_soundness.py roll_of_no_rows",
+            "not isinstance(size, int) or not size:",
+            "not isinstance(size, int):",
+        ),
+        (
             "a result may be what backward has saved", "graph/returned.py",
             "test_returned.py sums_of_exponentials",
             "                late = not group.isdisjoint(saved)\n",

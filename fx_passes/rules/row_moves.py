@@ -367,7 +367,7 @@ def roll(c: Context, form: Form, indices: Sequence[Operand]) -> Form:
         raise Refused("rows are picked by an index")
     (dim,), size = dims, form.shape[dims[0]]
     shift = rolled_by(indices[dim], size)
-    if shift is None or not isinstance(size, int):
+    if shift is None or not isinstance(size, int) or not size:
         raise Refused("rows are picked by an index")
 
     def move(atom: Node) -> Node:

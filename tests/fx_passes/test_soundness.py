@@ -859,6 +859,12 @@ def mean_of_no_rows(x: Tensor) -> Tensor:
     return x.logsumexp(-1).sum() + x.log_softmax(-1)[:0].mean()
 
 
+@program("empty rows", lambda: (logits(),))
+def roll_of_no_rows(x: Tensor) -> Tensor:
+    turned = (torch.arange(0) + 1).fmod(0)
+    return x.logsumexp(-1) + x[:0][turned].logsumexp(-1).sum()
+
+
 @program("overflow", lambda: (logits(offset=1000),))
 def exponentials_times_their_logits(x: Tensor) -> Tensor:
     return (x.exp() * x).sum(-1)

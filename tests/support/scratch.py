@@ -336,7 +336,7 @@ class Walked:
         want = want.double()
         wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
         lost = self._divides_by_zero(node, values)
-        wrong &= ~self._allowed(self.said(node), found, want, lost, draw)
+        wrong &= ~self._allowed(node, found, want, lost, draw)
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
             raise AssertionError(
@@ -344,17 +344,20 @@ class Walked:
                 f"for {draw}\n{self.scratch.script()}\n\nsaid: {self.said(node)}"
             )
 
-    def _allowed(self, said: Any, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row, and so is
-        what a column mask leaves of a value where any of it is NaN, or +inf.
+    def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
+        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row, also when
+        it is read, and so is what a column mask leaves of a value where any of it is NaN, or +inf.
 
         Where infinite numbers are `lost`, NaN is as good.
         """
+        said, known = self.said(node), self.walk.context.values
+        read = [known.get(each) for each in (node, *node.all_input_nodes)]
+        replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
+        over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
         by_zero = found.isnan() & want.isinf() & torch.tensor(lost)
         if not isinstance(said, Form):
-            return by_zero
+            return by_zero | over
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
-        over = found.isnan() & torch.tensor(any(hot.replaces for hot in said.hots))
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
