@@ -65,9 +65,11 @@ def plus(sign: float) -> Callable[..., Result]:
         factor = as_number(alpha)
         if isinstance(left, Mask) or isinstance(right, Mask) or factor is None:
             raise Refused("a full-vocabulary mask is used in arithmetic")
+        if not factor:
+            raise Refused("alpha=0 takes a value out, and with it NaN and infinities")
         one, two = pair(c, node, *_with_unknown(left, right))
         one, two = _same_shifts(c, one, two)
-        other = _kept(c, node, scaled(two, Poly.number(sign * factor)), two)  # alpha=0
+        other = scaled(two, Poly.number(sign * factor))
         return _kept(c, node, add(one, other, c.rows.zero_outside), one, two, summed=True)
 
     return rule
