@@ -31,7 +31,10 @@ class Returned:
             if isinstance(value(node), torch.Tensor)
         ]
         self._before = self._memory()
-        self._saved = self._needed_by_backward()
+        self._readers = {
+            at: {reader for reader in readers if not reader.meta.get("slime_fused")}
+            for at, readers in self._read().items()
+        }
 
     def of_inputs(self) -> set[Node]:
         """The results that are views of inputs, and stay so."""
@@ -42,11 +45,11 @@ class Returned:
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
         """Copies of results that share memory now, which they did not before.
 
-        With inputs, with earlier results, or with what backward needs.
+        With inputs, with earlier results, or with what backward reads.
         """
         output, results, now = self.graph.output_node(), self._results(), self._memory()
         earlier: set[int | str] = set()
-        saved = self._needed_by_backward() - self._saved
+        saved = self._newly_saved()
         with self.graph.inserting_before(output):
             for group in dict.fromkeys(self._before.values()):
                 places = [at for at in group if isinstance(at, int)]
@@ -81,11 +84,27 @@ class Returned:
         returned = self.graph.output_node().args[0]
         return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
-    def _needed_by_backward(self) -> set[int | str]:
-        """The places of results whose memory backward may read."""
-        aliases, results = Aliases(self.graph), self._results()
+    def _newly_saved(self) -> set[int | str]:
+        """The places of results that a pass has made backward read, other than through what read them before."""
         needed = ancestors(node for node in self.graph.nodes if is_backward(node))
-        return {at for at in self._places if not needed.isdisjoint(aliases.of(results[at]))}
+        late = {
+            at: {reader for reader in readers if is_backward(reader) or reader in needed}
+            for at, readers in self._read().items()
+        }
+        return {
+            at
+            for at, before in self._readers.items()
+            if late[at] - before and not any(map(is_backward, before))
+        }
+
+    def _read(self) -> dict[int, set[Node]]:
+        """What reads the memory of each result that is no view of an input."""
+        aliases, results = Aliases(self.graph), self._results()
+        return {
+            at: {user for alias in aliases.of(results[at]) for user in alias.users}
+            for at, group in self._before.items()
+            if all(isinstance(each, int) for each in group)
+        }
 
     def _memory(self) -> dict[int, frozenset[int | str]]:
         aliases, results = Aliases(self.graph), self._results()

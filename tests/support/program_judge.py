@@ -7,7 +7,7 @@ gradient, gradients for upstream gradients of several kinds, what is visible in 
 and after backward, which results share memory with one another or with what was given, and whether gradients stay
 where the caller changes a result that has none.
 
-Three deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
+These deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
 larger than the dtype, may be finite. A row that is multiplied with nothing but zeros may have no gradient, or that of
 its other uses, where eager code has NaN for it; which rows those are is not known here, so that a NaN has to stay in
 outputs and not in gradients. A row with +inf, or with the negative of -inf, has no softmax: where eager code has an
@@ -15,6 +15,7 @@ infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/op
 NaN if the +inf were; where a part of its gradient is NaN, all of it may be; and what is not finite of it in eager code
 may be finite, as the softmax of the negative is. The same of rows that the program makes +inf (1 / 0), where it takes
 an exponential or a maximum of them. Where it divides a row by 0, NaN is as good (docs/reference.md).
+A gradient that is infinite may be NaN: a derivative that is infinite times a gradient that is 0, but for its rounding.
 """
 
 from __future__ import annotations
@@ -225,6 +226,7 @@ class _Eager:
                 lost |= True
             if self.is_gradient(at, name):
                 allowed |= eager.isnan()
+                lost |= eager.isinf()
                 of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
                 lost |= of_row.any(-1, keepdim=True)
             precision = self.precision_of(true[name], eager.dtype, usual)
