@@ -267,7 +267,7 @@ MUTANTS = [
         ),
         (
             "what is left out is filled with an infinite value", "rules/guards.py", "test_small_programs.py right and (infinite_rows)",
-            "    if constant is not None and not math.isfinite(constant):",
+            "    if is_infinite(form):",
             "    if False:",
         ),
         (
@@ -832,8 +832,8 @@ MUTANTS = [
         (
             "columns are filled with an infinite value", "rules/guards.py",
             "test_soundness.py all_but_the_target",
-            "    _only_finite(outside)\n",
-            "",
+            "    if is_infinite(outside):",
+            "    if False:",
         ),
         (
             "the mean of no rows is 0", "rules/reductions.py", "test_soundness.py mean_of_no_rows",
@@ -844,6 +844,21 @@ MUTANTS = [
             "no rows are rolled", "rules/row_moves.py", "test_soundness.py roll_of_no_rows",
             "not isinstance(size, int) or not size:",
             "not isinstance(size, int):",
+        ),
+        (
+            "rows are multiplied with NaN", "rules/pointwise.py", "test_soundness.py masked_rows_times_nan",
+            "    if is_infinite(one) or is_infinite(two):",
+            "    if False:",
+        ),
+        (
+            "rows are divided by NaN", "rules/pointwise.py", "test_soundness.py masked_rows_over_nan",
+            "    if poly.is_zero or poly.is_infinite:",
+            "    if poly.is_zero:",
+        ),
+        (
+            "pieces of the rows share a peak", "walk/near.py", "test_soundness.py one_is_shifted",
+            " or any(map(_is_piece, form.f.atoms())):",
+            ":",
         ),
         (
             "a result may be what backward has saved", "graph/returned.py",

@@ -28,6 +28,11 @@ def only_unclamped(*forms: Form) -> None:
         raise Refused("a clamped value may be at its lowest number there, which is not -inf")
 
 
+def is_infinite(form: Form) -> bool:
+    """A constant that is no finite number."""
+    return form.is_row and form.e.is_infinite
+
+
 def common_logits(left: Form, right: Form) -> Node | None:
     if left.x is not None and right.x is not None and left.x is not right.x:
         raise Refused("values over two different logits meet")

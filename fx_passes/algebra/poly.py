@@ -6,6 +6,7 @@ maximum that `x - max` subtracts and `+ max` adds back disappears here, not in f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -36,6 +37,12 @@ class Poly:
     @staticmethod
     def atom(node: Node) -> Poly:
         return Poly({((node, 1),): 1.0})
+
+    @property
+    def is_infinite(self) -> bool:
+        """A number, and no finite one."""
+        number = self.as_number()
+        return number is not None and not math.isfinite(number)
 
     @property
     def is_zero(self) -> bool:

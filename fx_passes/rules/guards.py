@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, scaled
+from fx_passes.algebra.arithmetic import Refused, add, is_infinite, scaled
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
@@ -214,7 +214,8 @@ def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
     if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
-    _only_finite(outside)
+    if is_infinite(outside):
+        raise Refused("what is left out is filled with an infinite value")
     at, hit = masked_column(c, mask)
     weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit
     hot = OneHot((at,), weight, replaces=bool(outside.exps))
@@ -238,14 +239,9 @@ def _where_rows(
 
 
 def _masked(form: Form, rows: Poly) -> Form:
-    _only_finite(form)
-    return scaled(form, rows)
-
-
-def _only_finite(form: Form) -> None:
-    constant = form.e.as_number() if form.is_row else None
-    if constant is not None and not math.isfinite(constant):
+    if is_infinite(form):
         raise Refused("what is left out is filled with an infinite value")
+    return scaled(form, rows)
 
 
 def clamp_min(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_unclamped, product, scaled
+from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_unclamped, product, scaled
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
@@ -179,6 +179,8 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
         if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
             return scaled(mask.form, ZERO)
     one, two = pair(c, node, left, right)
+    if is_infinite(one) or is_infinite(two):
+        raise Refused("a product with a constant that is not finite")
     result = times(c, one, two)
     if not is_backward(node) and not result.exps and any(hot.multiplied for hot in result.hots):
         return result.with_(e=result.e + _nothing(c, one) + _nothing(c, two))
@@ -240,8 +242,8 @@ def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result
 
 def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
-    if poly.is_zero:
-        raise Refused("a division by zero")
+    if poly.is_zero or poly.is_infinite:
+        raise Refused("a division by zero, or by what is not finite")
     if inverse is None:
         like = form.x or next(iter(poly.atoms()))
         inverse = Poly.atom(c.rows.emit_node(poly, dtype_of(form), like)).inverse()

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.statistics import dtype_of
 
@@ -30,12 +32,15 @@ class Near:
 def affine_center(c: Context, form: Form) -> Near:
     """What `f x` is near to, by the constant that is subtracted.
 
-    Where f is a sum, each of whose parts has another constant, that is the peak if any part takes it away.
+    Where f is a sum, each of whose parts has another constant, that is the peak if any part takes it away; not of rows
+    that are put together from pieces, where one piece may be the logits themselves.
     """
     if form.f.is_zero:
         return Near()
     found = near(c, form, form.f, -form.e)
-    return found if found.center.terms else _near_peak(c, form, form.f, -form.e, _shares) or found
+    if found.center.terms or any(map(_is_piece, form.f.atoms())):
+        return found
+    return _near_peak(c, form, form.f, -form.e, _shares) or found
 
 
 def _near_peak(
@@ -105,6 +110,11 @@ def _is_peak(c: Context, poly: Poly) -> bool:
         return False
     atoms = [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
     return len(atoms) == 1 and c.rows.is_peak(atoms[0])
+
+
+def _is_piece(atom: Node) -> bool:
+    """A number for some of the rows, written into zeros."""
+    return under(atom, VIEWS).target is aten.slice_scatter.default
 
 
 def _is_placed(c: Context, poly: Poly) -> bool:

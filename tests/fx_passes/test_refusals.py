@@ -205,7 +205,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, exponential(s, x), masked)
 
 
-@refused("a division by zero")
+@refused("a division by zero, or by what is not finite")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, x, number(s, 0.0))
 
@@ -273,6 +273,11 @@ def _(s: Scratch, x: Node) -> None:
 def _(s: Scratch, x: Node) -> None:
     keep = s.input("flags", (3, 1), torch.bool)
     s.call(aten.where.self, keep, x, number(s, -torch.inf))
+
+
+@refused("a product with a constant that is not finite")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.mul.Tensor, x, number(s, -torch.inf))
 
 
 @refused("alpha=0 takes a value out, and with it NaN and infinities")

@@ -853,6 +853,25 @@ def all_but_the_target_is_minus_infinity(x: Tensor, target: Tensor) -> Tensor:
     return only.sum(-1).exp() + x.logsumexp(-1)
 
 
+@program("not a number", lambda: (logits(), some()))
+def masked_rows_times_nan(x: Tensor, keep: Tensor) -> Tensor:
+    kept = torch.where(keep[:, None], x, 0.0)
+    return (kept * torch.full((), math.nan)).sum(-1) + x.logsumexp(-1)
+
+
+@program("not a number", lambda: (logits(), some()))
+def masked_rows_over_nan(x: Tensor, keep: Tensor) -> Tensor:
+    kept = torch.where(keep[:, None], x, 0.0)
+    return (kept / torch.full((), math.nan)).sum(-1) + x.logsumexp(-1)
+
+
+@program("not a number", lambda: (with_values(logits(), r0c3=math.nan, r5c3=math.nan), tokens()))
+def pieces_of_which_one_is_shifted(x: Tensor, target: Tensor) -> Tensor:
+    """In the other, what is picked does not depend on the rest of its row."""
+    rows = torch.cat([x[:3], x[3:] - x[3:].amax(-1, True).detach()])
+    return rows.gather(-1, target[:, None])[:, 0] + x[1].logsumexp(-1)
+
+
 @program("empty rows", lambda: (logits(),))
 def mean_of_no_rows(x: Tensor) -> Tensor:
     """NaN, not 0."""
