@@ -861,6 +861,11 @@ MUTANTS = [
             ":",
         ),
         (
+            "a column is NaN wherever its row has NaN", "rules/row_moves.py", "test_soundness.py exponentials_of_a_column",
+            'c.column_value(node, column(c, form, (index,)), "row value", form)',
+            'c.row_value(node, column(c, form, (index,)), "row value", form, False)',
+        ),
+        (
             "a result may be what backward has saved", "graph/returned.py",
             "test_returned.py sums_of_exponentials",
             "                late = not group.isdisjoint(saved)\n",

@@ -225,7 +225,7 @@ def _one_column(c: Context, node: Node, form: Form, at: object) -> Result:
     if not isinstance(at, int) or at < 0 or form.x is None:
         raise Refused("one column of the vocabulary is taken")
     index = c.emitter.full(c.lead_sizes(form), at, torch.int64, form.x)
-    return c.row_value(node, column(c, form, (index,)), "row value", form, keepdim=False)
+    return c.column_value(node, column(c, form, (index,)), "row value", form)
 
 
 def unbind(c: Context, node: Node, operand: Operand, dim: int = 0) -> Result:

@@ -118,15 +118,22 @@ class Context:
         return self.rows.emit_node(poly, compute_dtype(node), node)
 
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
-        """`node` computes a row scalar: emit it with the node's shape."""
-        lead = self.lead_sizes(form)
-        result = self.emitter.expand(self.emit_sum(poly, form, node), lead)
-        if not keepdim:
-            kept = [size for dim, size in enumerate(lead) if dim != form.vdim]
-            result = self.emitter.reshape(result, kept)
+        """`node` computes a row scalar of whole rows: emit it with the node's shape."""
+        result = self._per_row(self.emit_sum(poly, form, node), form, keepdim)
         if poly.as_number() is not None:
             self.rows.meanings[result] = poly
         return RowValue(result, label, form)
+
+    def column_value(self, node: Node, poly: Poly, label: str, form: Form) -> RowValue:
+        """`node` is one column of `form`, which need not depend on the others."""
+        return RowValue(self._per_row(self.emit_rows(poly, form, node), form, False), label, form)
+
+    def _per_row(self, number: Node, form: Form, keepdim: bool) -> Node:
+        lead = self.lead_sizes(form)
+        result = self.emitter.expand(number, lead)
+        if keepdim:
+            return result
+        return self.emitter.reshape(result, [s for dim, s in enumerate(lead) if dim != form.vdim])
 
     def emit_sum(self, poly: Poly, form: Form, node: Node) -> Node:
         """`poly`, which `form` sums to.

@@ -872,6 +872,12 @@ def pieces_of_which_one_is_shifted(x: Tensor, target: Tensor) -> Tensor:
     return rows.gather(-1, target[:, None])[:, 0] + x[1].logsumexp(-1)
 
 
+@program("not a number", lambda: (with_values(logits(), r0c3=math.nan, r5c3=math.nan),))
+def exponentials_of_a_column(x: Tensor) -> Tensor:
+    """A number beside NaN."""
+    return x.exp()[:, 1] + x[1].logsumexp(-1)
+
+
 @program("empty rows", lambda: (logits(),))
 def mean_of_no_rows(x: Tensor) -> Tensor:
     """NaN, not 0."""
