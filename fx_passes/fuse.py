@@ -195,7 +195,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     """The only edits of the user's graph: replacements, then fewer collectives."""
     graph, roots = walk.graph, walk.account.softmax_roots
     returned = Returned(graph)
-    views = returned.of_inputs()
+    views = returned.views()
     for old, new in walk.account.replacements.items():
         kept = {new, graph.output_node()} if old in views else {new}
         for user in [user for user in old.users if user not in kept]:

@@ -866,6 +866,11 @@ MUTANTS = [
             'c.row_value(node, column(c, form, (index,)), "row value", form, False)',
         ),
         (
+            "a view of a result comes back as a copy", "graph/returned.py", "test_returned.py columns_of_results",
+            "            or not returned.isdisjoint(_viewed(results[at]))\n",
+            "",
+        ),
+        (
             "a result may be what backward has saved", "graph/returned.py",
             "test_returned.py sums_of_exponentials",
             "                late = not group.isdisjoint(saved)\n",

@@ -36,11 +36,16 @@ class Returned:
             for at, readers in self._read().items()
         }
 
-    def of_inputs(self) -> set[Node]:
-        """The results that are views of inputs, and stay so."""
+    def views(self) -> set[Node]:
+        """The results that are views of inputs, or of other results, and stay so."""
         results = self._results()
-        shared = ((results[at], group) for at, group in self._before.items())
-        return {node for node, group in shared if any(isinstance(each, str) for each in group)}
+        returned = {results[at] for at in self._places}
+        return {
+            results[at]
+            for at, group in self._before.items()
+            if any(isinstance(each, str) for each in group)
+            or not returned.isdisjoint(_viewed(results[at]))
+        }
 
     def keep_apart(self, fake_mode: FakeTensorMode) -> None:
         """Copies of results that share memory now, which they did not before.
@@ -116,3 +121,14 @@ class Returned:
             inputs = [each.name for each in shared if each.op in ("placeholder", "get_attr")]
             found[at] = frozenset([*places, *inputs])
         return found
+
+
+def _viewed(node: Node) -> set[Node]:
+    """What `node` is a view of, directly and through other views."""
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        new = set(viewed_inputs(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found

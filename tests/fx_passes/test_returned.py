@@ -75,6 +75,12 @@ def a_column(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return x.chunk(2)[-1][:, 3], x.logsumexp(-1)
 
 
+def columns_of_results(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Views of a copy of the logits, and of log-probs that leave."""
+    given, log_probs = torch.cat([x[:2], x[2:]]).detach(), x.log_softmax(-1)
+    return given[:, 1], given, log_probs[:, 2], log_probs, given.logsumexp(-1)
+
+
 def an_inverse(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """A result that the operator for gradients computes."""
     probs = x.softmax(-1)
@@ -97,6 +103,7 @@ def what_is_copied_over_another(x: Tensor, target: Tensor, weight: Tensor) -> tu
 
 FUNCTIONS = (
     a_column,
+    columns_of_results,
     an_inverse,
     new_and_old,
     old_and_new,
