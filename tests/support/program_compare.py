@@ -90,10 +90,9 @@ def _row(
     magnitude = float(true[both].abs().max())
     budget = FACTOR * max(own, usual if magnitude >= 1e-3 * largest else 0.0)
     budget += eps * (8 * magnitude + FACTOR * max(1.0, between))
-    if (
-        eps == EXACT
-    ):  # eager code is the truth itself, and the rounding of an exponent counts as often as it is large
-        budget += eps * magnitude * abs(math.log(max(magnitude, EXACT)))
+    if eps == EXACT:
+        # eager code is the truth itself; the rounding of either's exponent counts as often as it is large
+        budget += 2 * eps * magnitude * abs(math.log(max(magnitude, EXACT)))
     error = (got - true)[both].abs()
     worst = int(error.argmax())
     if error[worst] <= budget:
