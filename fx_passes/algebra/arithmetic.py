@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ def only_unclamped(*forms: Form) -> None:
 
 def is_infinite(form: Form) -> bool:
     """A constant that is no finite number."""
-    return form.is_row and form.e.is_infinite
+    return form.is_row and form.e.exceeds(sys.float_info.max)
 
 
 def common_logits(left: Form, right: Form) -> Node | None:

@@ -6,7 +6,6 @@ maximum that `x - max` subtracts and `+ max` adds back disappears here, not in f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -39,14 +38,13 @@ class Poly:
         return Poly({((node, 1),): 1.0})
 
     @property
-    def is_infinite(self) -> bool:
-        """A number, and no finite one."""
-        number = self.as_number()
-        return number is not None and not math.isfinite(number)
-
-    @property
     def is_zero(self) -> bool:
         return not self.terms
+
+    def exceeds(self, largest: float) -> bool:
+        """A number beyond `largest` of either sign, or NaN."""
+        number = self.as_number()
+        return number is not None and not abs(number) <= largest
 
     def as_number(self) -> float | None:
         """The value if no row scalar is in it."""

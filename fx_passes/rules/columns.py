@@ -15,7 +15,7 @@ from fx_passes.rules.indices import counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
-from fx_passes.walk.columns import column
+from fx_passes.walk.columns import column, replacing
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result, RowValue, as_form
 
@@ -199,7 +199,7 @@ def _with_column(c: Context, form: Form, index: Node, weight: Poly, accumulate: 
     if not accumulate:
         if not form.f.is_zero:
             raise Refused("a value linear in the logits is overwritten, and may be infinite there")
-        weight = weight - column(c, form, (index,))
+        weight = replacing(c, form, index, weight)
     hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))
     return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 

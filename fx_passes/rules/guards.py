@@ -16,7 +16,7 @@ from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import form_beside, masked_column, pair
-from fx_passes.walk.columns import column
+from fx_passes.walk.columns import column, replacing
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
 from fx_passes.walk.statistics import dtype_of
@@ -214,10 +214,8 @@ def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
     if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
-    if is_infinite(outside):
-        raise Refused("what is left out is filled with an infinite value")
     at, hit = masked_column(c, mask)
-    weight = (column(c, inside, (at,)) - column(c, outside, (at,))) * hit
+    weight = replacing(c, outside, at, column(c, inside, (at,))) * hit
     hot = OneHot((at,), weight, replaces=bool(outside.exps))
     return add(outside, outside.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 

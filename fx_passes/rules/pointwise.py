@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
 from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
@@ -20,6 +22,9 @@ from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
+
+SWALLOWS = 1e15
+"""Beside a larger constant, float64 has few digits of logits left."""
 
 VANISHES = -1e3
 """The exponential of a number below is 0, in float64 too."""
@@ -68,6 +73,8 @@ def plus(sign: float) -> Callable[..., Result]:
         if not factor:
             raise Refused("alpha=0 takes a value out, and with it NaN and infinities")
         one, two = pair(c, node, *_with_unknown(left, right))
+        if any(form.is_row and form.e.exceeds(SWALLOWS) for form in (one, two)):
+            raise Refused("a constant is added in which logits would be lost")
         one, two = _same_shifts(c, one, two)
         other = scaled(two, Poly.number(sign * factor))
         return _kept(c, node, add(one, other, c.rows.zero_outside), one, two, summed=True)
@@ -227,8 +234,20 @@ def div(
         form, divided = pair(c, node, left, divisor)
         return _kept(c, node, times(c, form, _reciprocal(c, divided)), form, divided)
     by = c.operand(divisor, left)
-    quotient = normal(c, scaled(left, _inverse(c, by, left)))
+    quotient = normal(c, scaled(left, _inverse(c, _limited(c, by, left), left)))
     return _kept(c, node, quotient, left, Form(left.shape, left.vdim, e=by))
+
+
+def _limited(c: Context, by: Poly, form: Form) -> Poly:
+    """What logits are divided by. What is made of them is infinite where they are, and takes no row out: inf / inf."""
+    if form.x is None or not form.is_affine or form.is_row:
+        return by
+    if c.roots.root_of[form.x] not in ancestors(by.atoms()):
+        return by
+    dtype = dtype_of(form)
+    largest = torch.finfo(dtype).max / 16  # whose inverse is a normal number
+    divisor = c.rows.emit_node(by, dtype, form.x)
+    return Poly.atom(c.emitter.call(aten.clamp.default, divisor, -largest, largest))
 
 
 def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result:
@@ -242,7 +261,7 @@ def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result
 
 def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
-    if poly.is_zero or poly.is_infinite:
+    if poly.is_zero or poly.exceeds(sys.float_info.max):
         raise Refused("a division by zero, or by what is not finite")
     if inverse is None:
         like = form.x or next(iter(poly.atoms()))
@@ -305,7 +324,7 @@ def _exponential(c: Context, form: Form, a: Poly) -> Exp:
         whole = float(number).is_integer() and abs(number) <= 4
         if whole and len(monomial) == 1 and monomial[0][1] == 1:
             inner = c.rows.log_argument(monomial[0][0])
-            if inner is not None and not c.rows.is_given(inner):  # which may be negative
+            if inner is not None and c.rows.is_positive(Poly.atom(inner)):
                 shift += Poly({monomial: number})
                 a = a * Poly({((inner, int(number)),): 1.0})
     return Exp(form.f, shift, a)

@@ -7,18 +7,24 @@ products would be the difference of large numbers, and a product of float64 rows
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import is_backward, is_float_tensor, shape_of
+from fx_passes.graph.facts import is_backward, is_float_tensor, shape_of, value
 from fx_passes.walk.row_scalars import RowRule, RowScalars
 
 MAX_TERMS = 8
 
 
 def row_cast(rows: RowScalars, node: Node) -> Poly | None:
+    """What is given and rounded stays rounded; statistics of the logits are not rounded between."""
     first = node.args[0]
-    return rows.meaning(first) if isinstance(first, Node) and is_float_tensor(first) else None
+    if not isinstance(first, Node) or not is_float_tensor(first):
+        return None
+    poly, given, dtype = rows.meaning(first), value(first).dtype, value(node).dtype
+    rounded = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
+    return None if rounded and _are_given(rows, poly) else poly
 
 
 def row_reshape(rows: RowScalars, node: Node) -> Poly | None:

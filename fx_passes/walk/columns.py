@@ -19,6 +19,10 @@ from fx_passes.walk.statistics import dtype_of
 aten = torch.ops.aten
 
 
+LARGE = 1e2
+"""Beside larger constants a number that is written is not as exact as it was."""
+
+
 def index_node(c: Context, index: tuple[Node, ...]) -> Node:
     """The columns of a one-hot term: the sum of its nodes."""
     total = index[0]
@@ -53,6 +57,23 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     for hot in form.hots:
         result = result + _hot_column(c, hot, index, form, dtype)
     return result
+
+
+def replacing(c: Context, form: Form, index: Node, written: Poly) -> Poly:
+    """What is added at a column of W so that `written` stands there.
+
+    Raises:
+        Refused: W's own element does not cancel, and may be so much larger that `written` would be lost.
+    """
+    there = column(c, form, (index,))
+    single = written.as_monomial()
+    atoms = [] if single is None or single[0] != 1.0 else [*dict(single[1])]
+    meant = c.rows.meaning(atoms[0]) if len(atoms) == 1 else written
+    cancels = set(there.atoms()).isdisjoint((meant - there).atoms())
+    beside = form.exps and not (written.is_zero or cancels)
+    if beside or (form.is_row and form.e.exceeds(LARGE)):
+        raise Refused("a number is written beside larger ones, in which it would be lost")
+    return written - there
 
 
 def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:

@@ -23,7 +23,7 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
-from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, same_value, under
+from fx_passes.graph.operators import ALL_REDUCE, CASTS, RESHAPES, VIEWS, Target, same_value, under
 from fx_passes.walk.row_nodes import RowNodes
 
 aten = torch.ops.aten
@@ -224,12 +224,16 @@ class RowScalars(RowNodes):
         return self.exponent(atom) if self.is_mass(atom) else None
 
     def is_positive(self, poly: Poly) -> bool:
-        """Greater than zero in every row: a positive number times exponentials."""
+        """Greater than zero in every row: a positive number times exponentials, on all ranks."""
         single = poly.as_monomial()
-        if single is None or single[0] <= 0:
-            return False
-        inner = [under(atom, RESHAPES) for atom, _ in single[1]]
-        return all(atom.target is aten.exp.default or atom in self.masses for atom in inner)
+        return single is not None and single[0] > 0 and all(map(self._is_positive, dict(single[1])))
+
+    def _is_positive(self, atom: Node) -> bool:
+        inner = under(atom, RESHAPES)
+        if inner.target is aten.exp.default or inner in self.masses:
+            return True
+        own = under(inner, RESHAPES | ALL_REDUCE)
+        return own is not inner and self.is_positive(self.meaning(own))
 
 
 _FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}

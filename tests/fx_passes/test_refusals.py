@@ -280,6 +280,11 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, number(s, -torch.inf))
 
 
+@refused("a constant is added in which logits would be lost")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.sub.Tensor, x, number(s, 1e30))
+
+
 @refused("alpha=0 takes a value out, and with it NaN and infinities")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, x, s.input("rows", (3, 1)), alpha=0)
@@ -410,7 +415,12 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.index_put.default, exponential(s, x), [iota(s, 2), hits(s, 2)], number(s, 1.0))
+    s.call(aten.index_put.default, exponential(s, x), [iota(s, 2), hits(s, 2)], number(s, 0.0))
+
+
+@refused("a number is written beside larger ones, in which it would be lost")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.scatter.value, exponential(s, x), 1, hits(s, 3, 1), 1e-10)
 
 
 # ---------------------------------------------------------------- what begins a value

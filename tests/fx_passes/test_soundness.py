@@ -878,6 +878,41 @@ def exponentials_of_a_column(x: Tensor) -> Tensor:
     return x.exp()[:, 1] + x[1].logsumexp(-1)
 
 
+def peaked() -> Made:
+    target = tokens()
+    return (F.one_hot(target, VOCAB) * 30.0 + logits(grad=False)).requires_grad_(), target
+
+
+@program("written", peaked)
+def small_number_over_a_large_one(x: Tensor, target: Tensor) -> Tensor:
+    floor = x.softmax(-1).scatter(-1, target[:, None], 1e-10)
+    return floor.log()[torch.arange(ROWS), target] + x.logsumexp(-1)
+
+
+@program("written", lambda: (logits(), tokens()))
+def log_prob_beside_a_low_number(x: Tensor, target: Tensor) -> Tensor:
+    hot = torch.arange(VOCAB) == target[:, None]
+    only = torch.where(hot, x.log_softmax(-1), -1e9)
+    return only.gather(-1, target[:, None])[:, 0]
+
+
+@program("signs", lambda: (logits(),))
+def log_of_what_may_be_negative(x: Tensor) -> Tensor:
+    """NaN where it is."""
+    return (x - (x.logsumexp(-1, keepdim=True) - 50).log()).exp().sum(-1)
+
+
+@program("not a number", lambda: (with_values(logits(), r1c2=math.inf), tokens()))
+def cross_entropy_of_logits_over_their_norm(x: Tensor, target: Tensor) -> Tensor:
+    """LogitNorm; inf / inf is NaN, and 1 / inf takes no row out."""
+    return F.cross_entropy(x / (x.norm(dim=-1, keepdim=True) + 1e-7), target, reduction="none")
+
+
+@program("not a number", lambda: (logits(),))
+def infinity_taken_away(x: Tensor) -> Tensor:
+    return (x - math.inf).softmax(-1).sum(-1) + x.logsumexp(-1)
+
+
 @program("empty rows", lambda: (logits(),))
 def mean_of_no_rows(x: Tensor) -> Tensor:
     """NaN, not 0."""
@@ -1023,6 +1058,19 @@ def test_a_factor_of_several_parts() -> None:
         ours += float((gradient(compiled, x) - true).square().sum())
         plain += float((gradient(similarity, x) - true).square().sum())
     assert ours < 4 * plain
+
+
+@pytest.mark.parametrize("rounded", [torch.float16, torch.bfloat16], ids=str)
+def test_given_rows_that_are_rounded_stay_rounded(rounded: torch.dtype) -> None:
+    torch._dynamo.reset()
+
+    def fn(x: Tensor, tau: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(x * tau.to(rounded)[:, None], target, reduction="none")
+
+    args = logits(), torch.linspace(1.0001, 1.3, ROWS), tokens()
+    compiled = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)
+    for got, want in zip(_run(compiled, args), _run(fn, args), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(
