@@ -826,8 +826,14 @@ MUTANTS = [
         (
             "an exponential of an empty row is NaN beside a one-hot", "rules/pointwise.py",
             "test_soundness.py one_hot_of_exponentials",
-            "        nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)\n",
-            "        pass\n",
+            "            nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)\n",
+            "            pass\n",
+        ),
+        (
+            "a masked row is NaN beside a one-hot", "rules/pointwise.py",
+            "test_soundness.py one_hot_of_masked_rows",
+            "        nothing = c.where_any([term.a, term.b], nothing, zero)\n",
+            "",
         ),
         (
             "columns are filled with a large value", "walk/columns.py",

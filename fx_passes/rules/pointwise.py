@@ -197,17 +197,20 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 def _nothing(c: Context, factor: Form) -> Poly:
     """0 times NaN is NaN: what a column mask leaves of a value shows at all columns whether the row has NaN.
 
-    An exponential that nothing was subtracted from is 0 in a row of nothing but -inf.
+    An exponential that nothing was subtracted from is 0 in a row of nothing but -inf. A row whose factors are zero is
+    not looked at.
     """
     scale = factor.exps[0].scale if factor.exps else factor.f
     if scale.is_zero:
         return ZERO
     stats = c.stats(factor, scale)
     nothing = c.nothing(factor, stats)
-    if factor.exps and not any(map(c.statistics.is_one, factor.exps[0].shift.atoms())):
+    if factor.exps:
         assert factor.x is not None
-        zero = c.rows.emit_node(ZERO, dtype_of(factor), factor.x)
-        nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)
+        zero, term = c.rows.emit_node(ZERO, dtype_of(factor), factor.x), factor.exps[0]
+        if not any(map(c.statistics.is_one, term.shift.atoms())):
+            nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)
+        nothing = c.where_any([term.a, term.b], nothing, zero)
     return Poly.atom(nothing)
 
 

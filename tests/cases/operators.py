@@ -548,6 +548,8 @@ def pieces(target: Any) -> Case:
         else:
             parts = m.s.call(target, x, at)
         found = [m.call(operator.getitem, parts, k) for k in range(len(value(parts)))]
+        if not found:
+            raise Impossible(f"{target} of nothing")
         return m.one(*found)
 
     return case

@@ -846,6 +846,13 @@ def one_hot_of_exponentials(x: Tensor, target: Tensor) -> Tensor:
     return (x.exp() * hot).sum(-1) + x.logsumexp(-1)
 
 
+@program("not a number", lambda: (with_values(logits(), r1c3=math.nan), some(), tokens()))
+def one_hot_of_masked_rows(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    hot = (torch.arange(VOCAB) == target[:, None]).float()
+    kept = torch.where(keep[:, None], x.softmax(-1), 0.0)
+    return (kept * hot).sum(-1) + x[0].logsumexp(-1)
+
+
 @program("empty rows", lambda: (logits(), tokens()))
 def all_but_the_target_is_minus_infinity(x: Tensor, target: Tensor) -> Tensor:
     hot = torch.arange(VOCAB) == target[:, None]

@@ -357,11 +357,12 @@ class Walked:
         by_zero = found.isnan() & want.isinf() & torch.tensor(lost)
         if not isinstance(said, Form):
             return by_zero | over
-        low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) & torch.tensor(said.clamped)
+        low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
-        return by_zero | low | over | left
+        nothing = want.isnan() & torch.tensor(lost and said.is_row and said.e.is_zero)  # 0 / 0
+        return by_zero | low & torch.tensor(said.clamped) | over | left | nothing
 
     def _divides_by_zero(self, node: Node, values: Values) -> bool:
         """A sum that is divided by zero is the sum of its terms divided by zero, NaN for an infinite number."""
