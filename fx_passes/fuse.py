@@ -212,7 +212,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     if merged.before:
         tidy(graph)
     _leave_out_unread_statistics(graph)
-    returned.keep_apart(emitter.fake_mode)
+    returned.keep_apart(emitter.fake_mode, lambda node: node in roots or is_wide(node))
     graph.lint()
     return merged
 

@@ -7,6 +7,7 @@ twice, once detached, for a tensor without a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,14 +48,14 @@ class Returned:
             or not returned.isdisjoint(_viewed(results[at]))
         }
 
-    def keep_apart(self, fake_mode: FakeTensorMode) -> None:
+    def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
         """Copies of results that share memory now, which they did not before.
 
-        With inputs, with earlier results, or with what backward reads.
+        With inputs, with earlier results, or with what backward reads; logits that come back are not copied for that.
         """
         output, results, now = self.graph.output_node(), self._results(), self._memory()
         earlier: set[int | str] = set()
-        saved = self._newly_saved()
+        saved = {at for at in self._newly_saved() if not is_wide(results[at])}
         with self.graph.inserting_before(output):
             for group in dict.fromkeys(self._before.values()):
                 places = [at for at in group if isinstance(at, int)]
@@ -89,7 +90,7 @@ class Returned:
         returned = self.graph.output_node().args[0]
         return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
-    def _newly_saved(self) -> set[int | str]:
+    def _newly_saved(self) -> set[int]:
         """The places of results that a pass has made backward read, other than through what read them before."""
         needed = ancestors(node for node in self.graph.nodes if is_backward(node))
         late = {
