@@ -12,19 +12,25 @@ from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, shape_of, value
+from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.walk.row_scalars import RowRule, RowScalars
 
 MAX_TERMS = 8
 
 
 def row_cast(rows: RowScalars, node: Node) -> Poly | None:
-    """What is given and rounded stays rounded; statistics of the logits are not rounded between."""
+    """What is given and rounded stays rounded; what is made of logits, and gradients, are not rounded between."""
     first = node.args[0]
     if not isinstance(first, Node) or not is_float_tensor(first):
         return None
     poly, given, dtype = rows.meaning(first), value(first).dtype, value(node).dtype
     rounded = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
-    return None if rounded and _are_given(rows, poly) else poly
+    return None if rounded and not is_backward(node) and _are_inputs(poly) else poly
+
+
+def _are_inputs(poly: Poly) -> bool:
+    inputs = [under(atom, VIEWS | CASTS) for atom in poly.atoms()]
+    return bool(inputs) and all(each.op == "placeholder" for each in inputs)
 
 
 def row_reshape(rows: RowScalars, node: Node) -> Poly | None:

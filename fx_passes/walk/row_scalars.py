@@ -232,7 +232,7 @@ class RowScalars(RowNodes):
         inner = under(atom, RESHAPES)
         if inner.target is aten.exp.default or inner in self.masses:
             return True
-        own = under(inner, RESHAPES | ALL_REDUCE)
+        own = under(inner, RESHAPES | CASTS | ALL_REDUCE)
         return own is not inner and self.is_positive(self.meaning(own))
 
 
