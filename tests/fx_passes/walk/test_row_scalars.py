@@ -86,11 +86,16 @@ def test_rows_that_no_logits_are_in_stay_as_they_are() -> None:
     assert r.rows.meaning(taken_away) == ZERO, "a tangent that is taken away"
 
 
-def test_a_rounding_is_looked_through_and_integers_are_not() -> None:
+def test_a_rounding_is_looked_through_but_of_inputs_and_integers() -> None:
     r = Read()
     a, count = r.row(), r.s.input("hits", (ROWS, 1), torch.int64)
     narrow = r.s.call(prims.convert_element_type.default, a, torch.bfloat16)
-    assert r.rows.meaning(narrow) == Poly.atom(a)
+    assert r.rows.meaning(narrow) == Poly.atom(narrow), "an input stays rounded"
+    wide = r.s.call(prims.convert_element_type.default, narrow, torch.float32)
+    assert r.rows.meaning(wide) == Poly.atom(narrow)
+    computed = r.s.call(aten.exp.default, a)
+    rounded = r.s.call(prims.convert_element_type.default, computed, torch.bfloat16)
+    assert r.rows.meaning(rounded) == Poly.atom(computed)
     cast = r.s.call(prims.convert_element_type.default, count, torch.float32)
     assert r.rows.meaning(cast) == Poly.atom(cast)
 
