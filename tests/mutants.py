@@ -901,7 +901,7 @@ MUTANTS = [
         ),
         (
             "a view of a result comes back as a copy", "graph/returned.py", "test_returned.py columns_of_results",
-            "            or not returned.isdisjoint(_viewed(results[at]))\n",
+            "            or not returned.isdisjoint(ancestors([results[at]], viewed_inputs))\n",
             "",
         ),
         (

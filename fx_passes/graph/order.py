@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 
 import torch
 from torch.fx import Graph, Node
@@ -11,12 +12,15 @@ from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.facts import is_backward
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """All that `nodes` are computed from; themselves only where they depend on each other."""
+def ancestors(
+    nodes: Iterable[Node],
+    inputs: Callable[[Node], Iterable[Node]] = attrgetter("all_input_nodes"),
+) -> set[Node]:
+    """All that `nodes` are computed from, by their `inputs`; themselves only where they depend on each other."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
+        new = set(inputs(waiting.pop())) - found
         found |= new
         waiting += new
     return found

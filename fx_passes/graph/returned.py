@@ -31,10 +31,11 @@ class Returned:
             if isinstance(node, Node) and not is_backward(node)
             if isinstance(value(node), torch.Tensor)
         ]
-        self._before = self._memory()
+        aliases = Aliases(graph)
+        self._before = self._memory(aliases)
         self._readers = {
             at: {reader for reader in readers if not reader.meta.get("slime_fused")}
-            for at, readers in self._read().items()
+            for at, readers in self._read(aliases).items()
         }
 
     def views(self) -> set[Node]:
@@ -45,7 +46,7 @@ class Returned:
             results[at]
             for at, group in self._before.items()
             if any(isinstance(each, str) for each in group)
-            or not returned.isdisjoint(_viewed(results[at]))
+            or not returned.isdisjoint(ancestors([results[at]], viewed_inputs))
         }
 
     def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
@@ -53,9 +54,10 @@ class Returned:
 
         With inputs, with earlier results, or with what backward reads; logits that come back are not copied for that.
         """
-        output, results, now = self.graph.output_node(), self._results(), self._memory()
+        output, results, aliases = self.graph.output_node(), self._results(), Aliases(self.graph)
         earlier: set[int | str] = set()
-        saved = {at for at in self._newly_saved() if not is_wide(results[at])}
+        now = self._memory(aliases)
+        saved = {at for at in self._newly_saved(aliases) if not is_wide(results[at])}
         with self.graph.inserting_before(output):
             for group in dict.fromkeys(self._before.values()):
                 places = [at for at in group if isinstance(at, int)]
@@ -90,12 +92,12 @@ class Returned:
         returned = self.graph.output_node().args[0]
         return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
-    def _newly_saved(self) -> set[int]:
+    def _newly_saved(self, aliases: Aliases) -> set[int]:
         """The places of results that a pass has made backward read, other than through what read them before."""
         needed = ancestors(node for node in self.graph.nodes if is_backward(node))
         late = {
             at: {reader for reader in readers if is_backward(reader) or reader in needed}
-            for at, readers in self._read().items()
+            for at, readers in self._read(aliases).items()
         }
         return {
             at
@@ -103,17 +105,17 @@ class Returned:
             if late[at] - before and not any(map(is_backward, before))
         }
 
-    def _read(self) -> dict[int, set[Node]]:
+    def _read(self, aliases: Aliases) -> dict[int, set[Node]]:
         """What reads the memory of each result that is no view of an input."""
-        aliases, results = Aliases(self.graph), self._results()
+        results = self._results()
         return {
             at: {user for alias in aliases.of(results[at]) for user in alias.users}
             for at, group in self._before.items()
             if all(isinstance(each, int) for each in group)
         }
 
-    def _memory(self) -> dict[int, frozenset[int | str]]:
-        aliases, results = Aliases(self.graph), self._results()
+    def _memory(self, aliases: Aliases) -> dict[int, frozenset[int | str]]:
+        results = self._results()
         of_forward = {at: results[at] for at in self._places}
         found: dict[int, frozenset[int | str]] = {}
         for at, node in of_forward.items():
@@ -122,14 +124,3 @@ class Returned:
             inputs = [each.name for each in shared if each.op in ("placeholder", "get_attr")]
             found[at] = frozenset([*places, *inputs])
         return found
-
-
-def _viewed(node: Node) -> set[Node]:
-    """What `node` is a view of, directly and through other views."""
-    found: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        new = set(viewed_inputs(waiting.pop())) - found
-        found |= new
-        waiting += new
-    return found
