@@ -251,6 +251,11 @@ MUTANTS = [
             "        plain = True",
         ),
         (
+            "a product that overflows is a mask", "rules/guards.py", "test_soundness.py products_that_overflow",
+            "scale > 0 and 0 < factor <= 1",
+            "scale > 0 and 0 < factor",
+        ),
+        (
             "a guard puts anything", "rules/guards.py", "test_small_programs.py right and (one_where)",
             "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:",
             "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and right.is_exp:",
@@ -861,8 +866,14 @@ MUTANTS = [
         ),
         (
             "given rows are not rounded", "rules/row_scalars.py", "test_soundness.py given_rows_that_are_rounded",
-            "    return None if rounded and not is_backward(node) and _are_inputs(poly) else poly\n",
+            "    return None if rounded and not is_backward(node) and are_inputs(poly) else poly\n",
             "    return poly\n",
+        ),
+        (
+            "given rows that are spread are not rounded", "rules/pointwise.py",
+            "test_soundness.py given_rows_that_are_rounded",
+            "        return form.with_(e=_rounded(c, form, narrow))",
+            "        return form",
         ),
         (
             "an infinite constant cancels", "rules/pointwise.py", "test_soundness.py infinity_taken",

@@ -187,7 +187,8 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
     if (term.scale, term.shift) == (form.f, -form.e):
         return True
     scale, factor = term.scale.as_number(), form.f.as_number()
-    both = scale is not None and factor is not None and scale > 0 and factor > 0
+    # with a factor of at most 1, nothing but -inf is -inf
+    both = scale is not None and factor is not None and scale > 0 and 0 < factor <= 1
     return both and form.e.is_zero
 
 

@@ -16,6 +16,7 @@ from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shap
 from fx_passes.graph.operators import VIEWS, under
 from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
+from fx_passes.rules.row_scalars import are_inputs
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -45,7 +46,18 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
     if form.x is not None and linear and rounded and narrow is not value(form.x).dtype:
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
+    if form.is_row and are_inputs(form.e) and not is_backward(node):
+        return form.with_(e=_rounded(c, form, narrow))
     return form
+
+
+def _rounded(c: Context, form: Form, dtype: torch.dtype) -> Poly:
+    """Numbers per row that were spread before they are rounded, rounded."""
+    wide = dtype_of(form)
+    if torch.promote_types(wide, dtype) is dtype:
+        return form.e
+    rows = c.rows.emit_node(form.e, wide, next(iter(form.e.atoms())))
+    return Poly.atom(c.emitter.cast(rows, dtype))
 
 
 def copy(c: Context, node: Node, into: Operand, written: Operand, *_: object) -> Result:

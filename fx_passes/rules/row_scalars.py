@@ -25,10 +25,11 @@ def row_cast(rows: RowScalars, node: Node) -> Poly | None:
         return None
     poly, given, dtype = rows.meaning(first), value(first).dtype, value(node).dtype
     rounded = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
-    return None if rounded and not is_backward(node) and _are_inputs(poly) else poly
+    return None if rounded and not is_backward(node) and are_inputs(poly) else poly
 
 
-def _are_inputs(poly: Poly) -> bool:
+def are_inputs(poly: Poly) -> bool:
+    """Made of nothing but tensors that the graph is given."""
     inputs = [under(atom, VIEWS | CASTS) for atom in poly.atoms()]
     return bool(inputs) and all(each.op == "placeholder" for each in inputs)
 

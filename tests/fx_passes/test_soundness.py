@@ -1068,16 +1068,31 @@ def test_a_factor_of_several_parts() -> None:
 
 
 @pytest.mark.parametrize("rounded", [torch.float16, torch.bfloat16], ids=str)
-def test_given_rows_that_are_rounded_stay_rounded(rounded: torch.dtype) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_given_rows_that_are_rounded_stay_rounded(rounded: torch.dtype, spread: bool) -> None:
     torch._dynamo.reset()
 
     def fn(x: Tensor, tau: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(x * tau.to(rounded)[:, None], target, reduction="none")
+        rows = tau[:, None].expand_as(x).to(rounded) if spread else tau.to(rounded)[:, None]
+        return F.cross_entropy(x * rows, target, reduction="none")
 
     args = logits(), torch.linspace(1.0001, 1.3, ROWS), tokens()
     compiled = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)
     for got, want in zip(_run(compiled, args), _run(fn, args), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_products_that_overflow_are_no_mask() -> None:
+    """-10 * 1e38 is -inf in float32; exp(-10) is a number."""
+    torch._dynamo.reset()
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.where(x * 1e38 == -torch.inf, 0.0, x.exp()).sum(-1)
+
+    compiled = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)
+    args = (logits() - 5,)
+    for got, want in zip(_run(compiled, args), _run(fn, args), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
