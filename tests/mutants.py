@@ -261,9 +261,9 @@ MUTANTS = [
             "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and right.is_exp:",
         ),
         (
-            "a column keeps what was there", "rules/guards.py", "test_small_programs.py right and (number_at)",
-            "    weight = replacing(c, outside, at, column(c, inside, (at,))) * hit",
-            "    weight = column(c, inside, (at,)) * hit",
+            "an index that misses is written", "rules/guards.py", "test_soundness.py columns_that_are_not_there",
+            "    return with_column(c, outside, at, column(c, inside, (at,)), hit)",
+            "    return with_column(c, outside, at, column(c, inside, (at,)))",
         ),
         (
             "where chooses the other side", "rules/guards.py", "test_small_programs.py right and (number_but)",
@@ -312,13 +312,13 @@ MUTANTS = [
         ),
         (
             "what is overwritten stays", "rules/columns.py", "test_soundness.py precision or indices",
-            "        weight = replacing(c, form, index, weight)",
-            "        pass",
+            "    return with_column(c, form, index, weight)",
+            "    return plus_column(c, form, index, weight)",
         ),
         (
-            "an overwritten column may cancel", "rules/columns.py", "test_soundness.py precision",
-            "    hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))",
-            "    hot = OneHot((index,), weight)",
+            "an overwritten column may cancel", "walk/columns.py", "test_soundness.py precision",
+            "(written - there) * hit, replaces=bool(form.exps))",
+            "(written - there) * hit)",
         ),
         (
             "an index with fewer rows is written to all", "rules/columns.py", "test_small_programs.py right and (overwritten)",
@@ -901,9 +901,24 @@ MUTANTS = [
             "    if poly.is_zero:",
         ),
         (
-            "pieces of the rows share a peak", "walk/near.py", "test_soundness.py one_is_shifted",
-            " or any(map(_is_piece, form.f.atoms())):",
-            ":",
+            "pieces of the rows share a peak", "walk/near.py", "test_soundness.py one_is_shifted or some_are_shifted",
+            "    return all(number * whole",
+            "    return any(number * whole",
+        ),
+        (
+            "log of a masked softmax", "rules/pointwise.py", "test_soundness.py log_of_rows_that",
+            "    if any(atom in c.rows.zero_outside for atom in term.a.atoms()):",
+            "    if False:",
+        ),
+        (
+            "a multiple of NaN is a number", "algebra/poly.py", "rules/test_constants_and_columns.py multiples",
+            "        return not all(abs(number) <= largest for number in self.terms.values())",
+            "        return not all(abs(number) <= largest for number in [self.as_number() or 0.0])",
+        ),
+        (
+            "a column of other logits", "rules/guards.py", "rules/test_constants_and_columns.py other_logits",
+            "(outside.x, outside.f) != (inside.x, inside.f)",
+            "outside.f != inside.f",
         ),
         (
             "a column is NaN wherever its row has NaN", "rules/row_moves.py", "test_soundness.py exponentials_of_a_column",

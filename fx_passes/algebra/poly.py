@@ -42,9 +42,8 @@ class Poly:
         return not self.terms
 
     def exceeds(self, largest: float) -> bool:
-        """A number beyond `largest` of either sign, or NaN."""
-        number = self.as_number()
-        return number is not None and not abs(number) <= largest
+        """Whether a number in it is beyond `largest` of either sign, or NaN."""
+        return not all(abs(number) <= largest for number in self.terms.values())
 
     def as_number(self) -> float | None:
         """The value if no row scalar is in it."""

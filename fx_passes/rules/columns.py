@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add
-from fx_passes.algebra.forms import Form, OneHot
-from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form
+from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Shape, SizeArg, guarded_same, rank_of, same, shape_of, value
 from fx_passes.rules.indices import counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
-from fx_passes.walk.columns import column, replacing
+from fx_passes.walk.columns import column, plus_column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result, RowValue, as_form
 
@@ -138,7 +138,7 @@ def index_put(
     picked, columns = _row_and_column(c, form, indices)
     if isinstance(values, Node) and rank_of(values):
         values = c.emitter.call(aten.unsqueeze.default, values, rank_of(values))
-    written = _with_column(c, picked, columns, _weight(c, form, values), accumulate)
+    written = _written(c, picked, columns, _weight(c, form, values), accumulate)
     return _put_back(c, form, written)
 
 
@@ -158,7 +158,7 @@ def _scattered(
     shape = src.shape if isinstance(src, Form) else _shape_of_rows(src)
     if shape and not _matches(form, shape, index):
         raise Refused("a scatter of only some of what is given")
-    return _with_column(c, form, index, weight, accumulate)
+    return _written(c, form, index, weight, accumulate)
 
 
 def _shape_of_rows(src: Operand) -> Shape:
@@ -195,13 +195,12 @@ def _weight(c: Context, form: Form, src: Operand) -> Poly:
     return weight
 
 
-def _with_column(c: Context, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
-    if not accumulate:
-        if not form.f.is_zero:
-            raise Refused("a value linear in the logits is overwritten, and may be infinite there")
-        weight = replacing(c, form, index, weight)
-    hot = OneHot((index,), weight, replaces=not accumulate and bool(form.exps))
-    return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
+def _written(c: Context, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
+    if accumulate:
+        return plus_column(c, form, index, weight)
+    if not form.f.is_zero:
+        raise Refused("a value linear in the logits is overwritten, and may be infinite there")
+    return with_column(c, form, index, weight)
 
 
 def _put_back(c: Context, form: Form, rows: Form) -> Form:

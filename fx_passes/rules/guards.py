@@ -10,13 +10,13 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused, add, is_infinite, scaled
-from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
-from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.algebra.forms import Exp, Form, Guard, Mask
+from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import form_beside, masked_column, pair
-from fx_passes.walk.columns import column, replacing
+from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
 from fx_passes.walk.statistics import dtype_of
@@ -213,12 +213,10 @@ def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
 
 def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
-    if not outside.f.is_zero and outside.f != inside.f:
+    if not outside.f.is_zero and (outside.x, outside.f) != (inside.x, inside.f):
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
     at, hit = masked_column(c, mask)
-    weight = replacing(c, outside, at, column(c, inside, (at,))) * hit
-    hot = OneHot((at,), weight, replaces=bool(outside.exps))
-    return add(outside, outside.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
+    return with_column(c, outside, at, column(c, inside, (at,)), hit)
 
 
 def _where_rows(

@@ -85,8 +85,6 @@ def plus(sign: float) -> Callable[..., Result]:
         if not factor:
             raise Refused("alpha=0 takes a value out, and with it NaN and infinities")
         one, two = pair(c, node, *_with_unknown(left, right))
-        if any(form.is_row and form.e.exceeds(SWALLOWS) for form in (one, two)):
-            raise Refused("a constant is added in which logits would be lost")
         one, two = _same_shifts(c, one, two)
         other = scaled(two, Poly.number(sign * factor))
         return _kept(c, node, add(one, other, c.rows.zero_outside), one, two, summed=True)
@@ -107,6 +105,8 @@ def plus(sign: float) -> Callable[..., Result]:
 
 def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = False) -> Form:
     """`result` of a sum or a product, as long as neither the logits nor a number per row vanished from it."""
+    if summed and any(form.is_row and form.e.exceeds(SWALLOWS) for form in operands):
+        raise Refused("a constant is added in which logits would be lost")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
         raise Refused(
             "a number per row cancels there, and with it NaN and infinities, which would be lost"
@@ -396,6 +396,8 @@ def log(c: Context, node: Node, operand: Operand) -> Result:
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
         raise Refused("log of a value that is not one softmax")
     (term,) = form.exps
+    if any(atom in c.rows.zero_outside for atom in term.a.atoms()):
+        raise Refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
     return form.with_(exps=(), f=term.scale, e=_log_of_row(c, form, term.a) - term.shift)
 
 

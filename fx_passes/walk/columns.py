@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_known, only_unclamped
+from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclamped
 from fx_passes.algebra.forms import Exp, Form, OneHot
-from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
@@ -59,8 +59,14 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     return result
 
 
-def replacing(c: Context, form: Form, index: Node, written: Poly) -> Poly:
-    """What is added at a column of W so that `written` stands there.
+def plus_column(c: Context, form: Form, index: Node, weight: Poly, replaces: bool = False) -> Form:
+    """W + [v == index] * weight."""
+    hot = OneHot((index,), weight, replaces=replaces)
+    return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
+
+
+def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = ONE) -> Form:
+    """W with `written` at a column of every row in which `hit` is 1, not 0.
 
     Raises:
         Refused: W's own element does not cancel, and may be so much larger that `written` would be lost.
@@ -73,7 +79,7 @@ def replacing(c: Context, form: Form, index: Node, written: Poly) -> Poly:
     beside = form.exps and not (written.is_zero or cancels)
     if beside or (form.is_row and form.e.exceeds(LARGE)):
         raise Refused("a number is written beside larger ones, in which it would be lost")
-    return written - there
+    return plus_column(c, form, index, (written - there) * hit, replaces=bool(form.exps))
 
 
 def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Poly
-from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.statistics import dtype_of
 
@@ -32,13 +30,12 @@ class Near:
 def affine_center(c: Context, form: Form) -> Near:
     """What `f x` is near to, by the constant that is subtracted.
 
-    Where f is a sum, each of whose parts has another constant, that is the peak if any part takes it away; not of rows
-    that are put together from pieces, where one piece may be the logits themselves.
+    Where f is a sum, each of whose parts has another constant, that is the peak if all parts take it away.
     """
     if form.f.is_zero:
         return Near()
     found = near(c, form, form.f, -form.e)
-    if found.center.terms or any(map(_is_piece, form.f.atoms())):
+    if found.center.terms:
         return found
     return _near_peak(c, form, form.f, -form.e, _shares) or found
 
@@ -99,8 +96,8 @@ def _has(whole: Poly, part: Poly) -> bool:
 
 
 def _shares(whole: Poly, part: Poly) -> bool:
-    """Whether some of `part` is in `whole`, at least as a multiple."""
-    return any(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
+    """Whether all of `part` is in `whole`, in multiples."""
+    return all(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
 
 
 def _is_peak(c: Context, poly: Poly) -> bool:
@@ -110,11 +107,6 @@ def _is_peak(c: Context, poly: Poly) -> bool:
         return False
     atoms = [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
     return len(atoms) == 1 and c.rows.is_peak(atoms[0])
-
-
-def _is_piece(atom: Node) -> bool:
-    """A number for some of the rows, written into zeros."""
-    return under(atom, VIEWS).target is aten.slice_scatter.default
 
 
 def _is_placed(c: Context, poly: Poly) -> bool:

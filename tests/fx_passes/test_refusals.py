@@ -220,6 +220,14 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.log.default, s.call(aten.add.Scalar, exponential(s, x), 1.0))
 
 
+@refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
+def _(s: Scratch, x: Node) -> None:
+    kept = s.call(
+        aten.where.self, s.input("flags", (3, 1), torch.bool), exponential(s, x), number(s, 0.0)
+    )
+    s.call(aten.log.default, kept)
+
+
 @refused("an operand varies over the vocabulary and is not made from the logits")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, s.input("rows", (VOCAB,)))

@@ -154,6 +154,12 @@ def gather_of_the_first_row(x: Tensor, index: Tensor) -> Tensor:
     return x.log_softmax(-1).gather(-1, index).sum(1)
 
 
+@program("indices", lambda: (logits(), torch.tensor([0, -1, VOCAB, 3, -VOCAB, 2])))
+def zero_at_columns_that_are_not_there(x: Tensor, target: Tensor) -> Tensor:
+    hot = torch.arange(VOCAB) == target[:, None]
+    return torch.where(hot, 0.0, x.softmax(-1))[:, 0]
+
+
 # ---------------------------------------------------------------- masks of another value
 
 
@@ -877,6 +883,19 @@ def pieces_of_which_one_is_shifted(x: Tensor, target: Tensor) -> Tensor:
     """In the other, what is picked does not depend on the rest of its row."""
     rows = torch.cat([x[:3], x[3:] - x[3:].amax(-1, True).detach()])
     return rows.gather(-1, target[:, None])[:, 0] + x[1].logsumexp(-1)
+
+
+@program("not a number", lambda: (with_values(logits(), r1c3=math.nan), some(), tokens()))
+def rows_of_which_some_are_shifted(x: Tensor, keep: Tensor, target: Tensor) -> Tensor:
+    rows = torch.where(keep[:, None], x - x.amax(-1, True).detach(), x)
+    return rows.gather(-1, target[:, None])[:, 0] + x[1].logsumexp(-1).nan_to_num()
+
+
+@program("not a number", lambda: (with_values(logits(), r1=-math.inf), some()))
+def log_of_rows_that_are_masked(x: Tensor, keep: Tensor) -> Tensor:
+    """-inf in rows that are taken out, whatever they hold."""
+    kept = torch.where(keep[:, None], x.softmax(-1), 0.0).detach()
+    return kept.log().amax(-1).clamp(min=-5.0) + x[0].logsumexp(-1)
 
 
 @program("not a number", lambda: (with_values(logits(), r0c3=math.nan, r5c3=math.nan),))

@@ -139,7 +139,9 @@ def dense(form: Form, values: Values, zero_outside: Container[Node] = ()) -> tup
     result.add(row(form.e))
     result.add(_times(row(form.f), x))
     for term in form.exps:
-        result.add(_exponential(term, x, row))
+        value, certain = _exponential(term, x, row)
+        result.add(value)
+        result.largest = result.largest if certain else torch.inf
     for hot in form.hots:
         result.add(_columns(hot, form, values, zero_outside))
     for node, weight in form.others:
@@ -152,15 +154,20 @@ def _times(factor: Tensor, value: Tensor) -> Tensor:
     return torch.where(factor == 0, 0.0, factor * value)
 
 
-def _exponential(term: Exp, x: Tensor, row: Callable[[Poly], Tensor]) -> Tensor:
-    """exp(y - shift) * (a + b * y); the shift part by part, since a large maximum would swallow what is added to it."""
+def _exponential(term: Exp, x: Tensor, row: Callable[[Poly], Tensor]) -> tuple[Tensor, bool]:
+    """exp(y - shift) * (a + b * y); the shift part by part, since a large maximum would swallow what is added to it.
+
+    And whether it is certain: rounded numbers that float64 has no fractions of may cancel in the exponent.
+    """
     y = exponent = _times(row(term.scale), x)
     a, b = row(term.a), row(term.b)
     for monomial, number in term.shift.terms.items():
         exponent = exponent - row(Poly({monomial: number}))
+    large = y.isfinite() & (y.abs() > 1e15) & (exponent > -1e-9 * y.abs())
     weighted = exponent.exp() * (a + _times(b, y))
     absent = ((a == 0) & (b == 0)) | (y == -torch.inf)
-    return torch.where(absent, 0.0, weighted)
+    certain = term.scale.as_number() is not None or not large.any()
+    return torch.where(absent, 0.0, weighted), certain
 
 
 def _columns(hot: OneHot, form: Form, values: Values, zero_outside: Container[Node]) -> Tensor:

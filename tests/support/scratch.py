@@ -363,7 +363,7 @@ class Walked:
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
-        nothing = want.isnan() & torch.tensor(lost and said.is_row and said.e.is_zero)  # 0 / 0
+        nothing = want.isnan() & (found == 0) & torch.tensor(lost and said.is_row)  # 0 / 0
         return by_zero | low & torch.tensor(said.clamped) | over | left | nothing
 
     def _divides_by_zero(self, node: Node, values: Values) -> bool:

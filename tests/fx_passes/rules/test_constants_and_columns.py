@@ -1,0 +1,43 @@
+"""Constants that are no numbers, and columns of other logits: graphs that a judged program hardly comes to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tests.support.scratch import DRAWS, VOCAB, Scratch
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+SHAPE = (3, VOCAB)
+
+
+def test_multiples_of_nan_stay() -> None:
+    s = Scratch()
+    x = s.input("logits", SHAPE)
+    spread = s.call(aten.full_like.default, x, math.nan)
+    spread = s.call(aten.div.Tensor, spread, s.input("positive", (3, 1)))
+    shifted = s.call(aten.sub.Tensor, spread, s.call(aten.amax.default, spread, [-1], True))
+    e = s.call(aten.exp.default, shifted)
+    softmax = s.call(aten.div.Tensor, e, s.call(aten.sum.dim_IntList, e, [-1], True))
+    assert s.walk(softmax, roots=[x]).check()
+
+
+def test_a_column_of_other_logits() -> None:
+    """What is written over may be -inf, and does not cancel."""
+    s = Scratch()
+    x, z = s.input("logits", SHAPE), s.input("logits", SHAPE)
+    columns = s.call(
+        prims.iota.default,
+        VOCAB,
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device="cpu",
+        requires_grad=False,
+    )
+    hot = s.call(aten.eq.Tensor, columns, s.input("index", (3, 1), torch.int64))
+    shifted = s.call(aten.sub.Tensor, z, s.call(aten.amax.default, z, [-1], True))
+    mixed = s.call(aten.where.self, hot, shifted, x)
+    assert s.walk(mixed, roots=[x, z]).check(DRAWS)
