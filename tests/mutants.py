@@ -916,6 +916,12 @@ MUTANTS = [
             "        return not all(abs(number) <= largest for number in [self.as_number() or 0.0])",
         ),
         (
+            "float64 is computed from float32 rows", "walk/walk.py",
+            "rules/test_constants_and_columns.py of_their_dtype",
+            "(form.x is not None or form.atoms())",
+            "form.x is not None",
+        ),
+        (
             "a column of other logits", "rules/guards.py", "rules/test_constants_and_columns.py other_logits",
             "(outside.x, outside.f) != (inside.x, inside.f)",
             "outside.f != inside.f",

@@ -19,7 +19,7 @@ from fx_passes.rules.operands import form_beside, masked_column, pair
 from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
-from fx_passes.walk.statistics import dtype_of
+from fx_passes.walk.statistics import compute_dtype, dtype_of
 
 aten = torch.ops.aten
 
@@ -230,7 +230,7 @@ def _where_rows(
     c.operand(condition, like)
     rows = c.emitter.align(condition, len(like.shape)) if rank_of(condition) else condition
     flags = rows, c.emitter.call(aten.logical_not.default, rows)
-    dtype = dtype_of(like)
+    dtype = compute_dtype(node) if like.x is None else dtype_of(like)
     yes, no = (Poly.atom(c.rows.place(c.emitter.cast(flag, dtype))) for flag in flags)
     return add(_masked(left, yes), _masked(right, no), c.rows.zero_outside)
 

@@ -289,10 +289,11 @@ class Walk:
 def _check_precision(node: Node, result: Result) -> None:
     """What the user computes in float64 is not computed in less."""
     form = result.form if isinstance(result, RowValue) else result
-    if not isinstance(form, Form) or form.x is None or value(node).dtype is not torch.float64:
+    if not isinstance(form, Form) or value(node).dtype is not torch.float64:
         return
-    if dtype_of(form) is not torch.float64:
-        raise Refused(f"it is computed in float64 from {dtype_name(form.x)} logits")
+    if dtype_of(form) is not torch.float64 and (form.x is not None or form.atoms()):
+        given = "float32" if form.x is None else dtype_name(form.x)
+        raise Refused(f"it is computed in float64 from {given} values")
 
 
 def _is_computed(form: Form, node: Node) -> bool:

@@ -337,7 +337,7 @@ short(
 )
 
 
-@refused("it is computed in float64 from float32 logits")
+@refused("it is computed in float64 from float32 values")
 def _(s: Scratch, x: Node) -> None:
     s.call(prims.convert_element_type.default, x, torch.float64)
 

@@ -1,9 +1,10 @@
-"""Constants that are no numbers, and columns of other logits: graphs that a judged program hardly comes to."""
+"""Constants that are no numbers or of another dtype, columns of other logits: what a program hardly comes to."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from tests.support.scratch import DRAWS, VOCAB, Scratch
@@ -41,3 +42,17 @@ def test_a_column_of_other_logits() -> None:
     shifted = s.call(aten.sub.Tensor, z, s.call(aten.amax.default, z, [-1], True))
     mixed = s.call(aten.where.self, hot, shifted, x)
     assert s.walk(mixed, roots=[x, z]).check(DRAWS)
+
+
+@pytest.mark.parametrize("rows", ["flags", "rows"])
+def test_exponentials_of_constants_are_of_their_dtype(rows: str) -> None:
+    """float64 where the mask, or the number per row, beside them is narrower."""
+    s = Scratch(torch.float64)
+    x = s.input("logits", SHAPE)
+    wide = s.call(aten.full.default, [*SHAPE], 2.1, dtype=torch.float64, device="cpu")
+    if rows == "flags":
+        zero = s.call(aten.full.default, [], 0.0, dtype=torch.float64, device="cpu")
+        wide = s.call(aten.where.self, s.input(rows, (3, 1), torch.bool), wide, zero)
+    else:
+        wide = s.call(aten.mul.Tensor, wide, s.input(rows, (3, 1), torch.float32))
+    assert s.walk(s.call(aten.exp.default, wide), roots=[x]).check()
