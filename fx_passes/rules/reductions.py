@@ -125,10 +125,9 @@ def _affine_sum(c: Context, form: Form) -> Poly:
     if form.f.is_zero:
         return rows
     if not form.e.is_zero:
-        total = c.total(form)
-        result = rows + total
-        if len(result.terms) < len(rows.terms) + len(total.terms):
-            return result
+        total, top = c.total(form)
+        if (rows + top).terms.keys().isdisjoint(top.terms):
+            return rows + top + total
     dtype = dtype_of(form)
     plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
     return Poly.atom(plain) * form.f + rows
