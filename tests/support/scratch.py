@@ -119,6 +119,8 @@ class Scratch:
                 fake = target(*fake_args, **fake_kwargs)
         except Exception as error:  # whatever torch raises
             raise Impossible(f"{target}{args}: {error}") from None
+        if target is torch.ops.aten.gather.default and _exceeds_rows(*fake_args):
+            raise Impossible(f"{target}{args}: an index with more rows")  # fake tensors take it
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = fake
         given = [repr(a) for a in args] + [f"{k}={a!r}" for k, a in kwargs.items()]
@@ -167,6 +169,11 @@ class Scratch:
             f"s = Scratch({self.dtype}{', dynamic=True' if self.dynamic else ''})",
         ]
         return "\n".join([*head, *self.lines])
+
+
+def _exceeds_rows(x: Tensor, dim: int, index: Tensor) -> bool:
+    sizes = zip(index.shape, x.shape, strict=True)
+    return any(mine > theirs for at, (mine, theirs) in enumerate(sizes) if at != dim % x.ndim)
 
 
 def _name(target: Any) -> str:
@@ -339,6 +346,7 @@ class Walked:
         if wrong.any():
             lost = self._divides_by_zero(node, values)
             wrong &= ~self._allowed(node, found, want, lost, draw)
+            wrong &= ~(found.isnan() & self._of_rows_of_nan(node, values, want))
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
             raise AssertionError(
@@ -365,6 +373,24 @@ class Walked:
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
         nothing = want.isnan() & (found == 0) & torch.tensor(lost and said.is_row)  # 0 / 0
         return by_zero | low & torch.tensor(said.clamped) | over | left | nothing
+
+    def _of_rows_of_nan(self, node: Node, values: Values, want: Tensor) -> Tensor:
+        """Elements of rows whose logits are NaN throughout: they stay NaN, though `x >= finfo.min` takes them out."""
+        found = torch.zeros((), dtype=torch.bool)
+        for each in (node, *node.all_input_nodes):
+            form = self.walk.context.values.get(each)
+            if (
+                not isinstance(form, Form)
+                or form.x is None
+                or values[form.x].shape[-1:] != (VOCAB,)
+            ):
+                continue
+            rows = values[form.x].isnan().all(form.vdim, keepdim=True)
+            if rows.numel() == want.numel():
+                found = found | rows.reshape(want.shape)
+            elif rows.ndim == want.ndim:
+                found = found | rows.expand(torch.broadcast_shapes(rows.shape, want.shape))
+        return found if found.shape in ((), want.shape) else torch.zeros((), dtype=torch.bool)
 
     def _divides_by_zero(self, node: Node, values: Values) -> bool:
         """A sum that is divided by zero is the sum of its terms divided by zero, NaN for an infinite number."""
