@@ -371,7 +371,7 @@ class Walked:
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
-        nothing = want.isnan() & (found == 0) & torch.tensor(lost and said.is_row)  # 0 / 0
+        nothing = want.isnan() & (found == 0) & torch.tensor(lost)  # 0 / 0, or exp(-inf - -inf)
         return by_zero | low & torch.tensor(said.clamped) | over | left | nothing
 
     def _of_rows_of_nan(self, node: Node, values: Values, want: Tensor) -> Tensor:
