@@ -227,8 +227,8 @@ MUTANTS = [
         ),
         (
             "p > anything is p > 0", "rules/guards.py", "test_small_programs.py right and (above)",
-            "    if form.is_exp and number == 0:\n        return Guard.NULL, True",
-            "    if form.is_exp:\n        return Guard.NULL, True",
+            "    if form.is_exp and number == 0:\n        positive",
+            "    if form.is_exp:\n        positive",
         ),
         (
             "a guard of another value's NaN", "rules/guards.py", "test_small_programs.py right and (NaN_where)",
@@ -920,6 +920,16 @@ MUTANTS = [
             "rules/test_constants_and_columns.py of_their_dtype",
             "(form.x is not None or form.atoms())",
             "form.x is not None",
+        ),
+        (
+            "p > 0 of a negative p", "rules/guards.py", "rules/test_constants_and_columns.py negative",
+            "        return (Guard.NULL, True) if positive else None",
+            "        return Guard.NULL, True",
+        ),
+        (
+            "log of a negative p", "rules/pointwise.py", "rules/test_constants_and_columns.py negative",
+            "    if number is not None and not number > 0:",
+            "    if False:",
         ),
         (
             "a column of other logits", "rules/guards.py", "rules/test_constants_and_columns.py other_logits",

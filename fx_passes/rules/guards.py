@@ -33,14 +33,14 @@ Seen = tuple[Guard, bool]
 # -- comparisons --------------------------------------------------------------------------------------
 
 
-def compare(guards: Callable[[Node, Form, float], Seen | None]) -> Callable[..., Result]:
+def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Callable[..., Result]:
     def rule(c: Context, node: Node, operand: Operand, other: Operand) -> Result:
         number = as_number(other)
         if isinstance(other, Node):
             poly = c.rows.operand(other, 0)
             number = poly.as_number() if poly is not None else None
         if isinstance(operand, Form) and number is not None:
-            known = None if operand.clamped else guards(node, operand, number)
+            known = None if operand.clamped else guards(c, node, operand, number)
             if known is not None:
                 return Mask(known[0], operand, known[1], at_nan=node.target in _TRUE_OF_NAN)
         raise Refused("a comparison over the vocabulary that is not a known guard")
@@ -48,27 +48,28 @@ def compare(guards: Callable[[Node, Form, float], Seen | None]) -> Callable[...,
     return rule
 
 
-def is_zero(node: Node, form: Form, number: float) -> Seen | None:
+def is_zero(c: Context, node: Node, form: Form, number: float) -> Seen | None:
     if form.is_exp and number == 0:
         return Guard.NULL, False
     return (Guard.MINUS_INF, False) if form.is_affine and number == -math.inf else None
 
 
-def is_not_zero(node: Node, form: Form, number: float) -> Seen | None:
-    seen = is_zero(node, form, number)
+def is_not_zero(c: Context, node: Node, form: Form, number: float) -> Seen | None:
+    seen = is_zero(c, node, form, number)
     return None if seen is None else (seen[0], not seen[1])
 
 
-def at_least(node: Node, form: Form, number: float) -> Seen | None:
+def at_least(c: Context, node: Node, form: Form, number: float) -> Seen | None:
     """`x >= finfo.min` fails only for -inf (and NaN); `x >= -inf` not even for that."""
     known = form.is_affine and -math.inf < number <= _lowest(node, form)
     return (Guard.MINUS_INF, True) if known else None
 
 
-def above(node: Node, form: Form, number: float) -> Seen | None:
-    """`x > number` for a number below finfo.min; `p > 0`."""
+def above(c: Context, node: Node, form: Form, number: float) -> Seen | None:
+    """`x > number` for a number below finfo.min; `p > 0`, not of a `p` that may be negative."""
     if form.is_exp and number == 0:
-        return Guard.NULL, True
+        positive = all(term.b.is_zero and c.rows.is_positive(term.a) for term in form.exps)
+        return (Guard.NULL, True) if positive else None
     return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node, form) else None
 
 
@@ -249,6 +250,6 @@ def clamp_min(
     if not isinstance(operand, Form) or high is not None or number is None:
         raise Refused("a clamp over the vocabulary from above, or to a value per row")
     factor = operand.f.as_number()
-    if not at_least(node, operand, number) or factor is None or factor <= 0:
+    if not at_least(c, node, operand, number) or factor is None or factor <= 0:
         raise Refused("a clamp over the vocabulary changes values")
     return operand.with_(clamped=True)

@@ -396,6 +396,9 @@ def log(c: Context, node: Node, operand: Operand) -> Result:
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
         raise Refused("log of a value that is not one softmax")
     (term,) = form.exps
+    number = term.a.as_number()
+    if number is not None and not number > 0:
+        raise Refused("log of a negative multiple of a softmax")
     if any(atom in c.rows.zero_outside for atom in term.a.atoms()):
         raise Refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
     return form.with_(exps=(), f=term.scale, e=_log_of_row(c, form, term.a) - term.shift)

@@ -220,6 +220,11 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.log.default, s.call(aten.add.Scalar, exponential(s, x), 1.0))
 
 
+@refused("log of a negative multiple of a softmax")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.log.default, s.call(aten.neg.default, exponential(s, x)))
+
+
 @refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
 def _(s: Scratch, x: Node) -> None:
     kept = s.call(

@@ -364,15 +364,16 @@ class Walked:
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
         replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
-        by_zero = found.isnan() & want.isinf() & torch.tensor(lost)
+        by_zero = (found.isnan() & want.isinf() | want.isnan()) & torch.tensor(
+            lost
+        )  # 0 / 0, or -inf - -inf of 1 / 0
         if not isinstance(said, Form):
             return by_zero | over
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
-        nothing = want.isnan() & (found == 0) & torch.tensor(lost)  # 0 / 0, or exp(-inf - -inf)
-        return by_zero | low & torch.tensor(said.clamped) | over | left | nothing
+        return by_zero | low & torch.tensor(said.clamped) | over | left
 
     def _of_rows_of_nan(self, node: Node, values: Values, want: Tensor) -> Tensor:
         """Elements of rows whose logits are NaN throughout: they stay NaN, though `x >= finfo.min` takes them out."""

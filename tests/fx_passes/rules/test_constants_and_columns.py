@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +57,13 @@ def test_exponentials_of_constants_are_of_their_dtype(rows: str) -> None:
     else:
         wide = s.call(aten.mul.Tensor, wide, s.input(rows, (3, 1), torch.float32))
     assert s.walk(s.call(aten.exp.default, wide), roots=[x]).check()
+
+
+@pytest.mark.parametrize("asked", [(aten.gt.Scalar, 0.0), (aten.log.default,)], ids=str)
+def test_negative_multiples_of_a_softmax(asked: Any) -> None:
+    s = Scratch()
+    x = s.input("logits", SHAPE)
+    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
+    negative = s.call(aten.neg.default, s.call(aten.exp.default, shifted))
+    target, *args = asked
+    assert s.walk(s.call(target, negative, *args), roots=[x]).check()
