@@ -248,8 +248,8 @@ def div(
     if isinstance(divisor, Form):
         form, divided = pair(c, node, left, divisor)
         return _kept(c, node, times(c, form, _reciprocal(c, divided)), form, divided)
-    by = c.operand(divisor, left)
-    quotient = normal(c, scaled(left, _inverse(c, _limited(c, by, left), left)))
+    by = _limited(c, c.operand(divisor, left), left)
+    quotient = normal(c, scaled(left, _inverse(c, by, left)))
     return _kept(c, node, quotient, left, Form(left.shape, left.vdim, e=by))
 
 
@@ -262,7 +262,9 @@ def _limited(c: Context, by: Poly, form: Form) -> Poly:
     dtype = dtype_of(form)
     largest = torch.finfo(dtype).max / 16  # whose inverse is a normal number
     divisor = c.rows.emit_node(by, dtype, form.x)
-    return Poly.atom(c.emitter.call(aten.clamp.default, divisor, -largest, largest))
+    for limit, bound in ((aten.minimum.default, largest), (aten.maximum.default, -largest)):
+        divisor = c.emitter.call(limit, divisor, c.emitter.full([], bound, dtype, divisor))
+    return Poly.atom(divisor)
 
 
 def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result:

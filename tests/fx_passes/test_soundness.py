@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import slime_compile
 from tests.support import harness
 
 ROWS, VOCAB = 6, 37
@@ -928,7 +929,12 @@ def log_of_what_may_be_negative(x: Tensor) -> Tensor:
     return (x - (x.logsumexp(-1, keepdim=True) - 50).log()).exp().sum(-1)
 
 
-@program("not a number", lambda: (with_values(logits(), r1c2=math.inf), tokens()))
+@program(
+    "not a number",
+    lambda: (with_values(logits(), r1c2=math.inf), tokens()),
+    {},
+    {"inner": "inductor"},
+)
 def cross_entropy_of_logits_over_their_norm(x: Tensor, target: Tensor) -> Tensor:
     """LogitNorm; inf / inf is NaN, and 1 / inf takes no row out."""
     return F.cross_entropy(x / (x.norm(dim=-1, keepdim=True) + 1e-7), target, reduction="none")
@@ -1084,6 +1090,23 @@ def test_a_factor_of_several_parts() -> None:
         ours += float((gradient(compiled, x) - true).square().sum())
         plain += float((gradient(similarity, x) - true).square().sum())
     assert ours < 4 * plain
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_logits_over_their_norm_fuse(inner: str) -> None:
+    """Their divisor is limited by operators that inductor still compiles after its decompositions."""
+    torch._dynamo.reset()
+    earlier = len(slime_compile.reports())
+    options = harness.OPTIONS | {"inner": inner}
+    compiled = torch.compile(
+        cross_entropy_of_logits_over_their_norm, backend="slime_fused", options=options
+    )
+    args = logits(), tokens()
+    for got, want in zip(
+        _run(compiled, args), _run(cross_entropy_of_logits_over_their_norm, args), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+    assert harness.merged(slime_compile.reports()[earlier:])["fused"] == 2
 
 
 @pytest.mark.parametrize("rounded", [torch.float16, torch.bfloat16], ids=str)

@@ -10,6 +10,7 @@ Long: the graph, the data for it and the comparison are one thing to a test.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,6 +172,15 @@ class Scratch:
         return "\n".join([*head, *self.lines])
 
 
+@functools.cache
+def is_lowered(target: Any) -> bool:
+    """Whether inductor compiles this operator where it stands in a graph that is decomposed already."""
+    from torch._inductor import lowering  # takes seconds
+    from torch._inductor.decomposition import select_decomp_table
+
+    return target in lowering.lowerings or target not in select_decomp_table()
+
+
 def _exceeds_rows(x: Tensor, dim: int, index: Tensor) -> bool:
     sizes = zip(index.shape, x.shape, strict=True)
     return any(mine > theirs for at, (mine, theirs) in enumerate(sizes) if at != dim % x.ndim)
@@ -229,6 +239,8 @@ class Walked:
         done = sum(self._check(draw, self.nodes if nodes is None else nodes) for draw in draws)
         if done:  # torch's fake kernels take some operands that the real ones refuse
             self._check_shapes()
+        unknown = {n.target for n in self.walk.context.emitter.created if not is_lowered(n.target)}
+        assert not unknown, f"{unknown}: inductor decomposes them before it sees our graph"
         return done
 
     def _check_shapes(self) -> None:
