@@ -518,7 +518,7 @@ MUTANTS = [
         ),
         (
             "columns are scaled before the peak is taken away", "walk/columns.py", "test_soundness.py log_probs_over",
-            "        around = affine_center(c, form)",
+            "        around = affine_center(c, form, one_column=True)",
             "        around = Near()",
         ),
         (
@@ -543,7 +543,7 @@ MUTANTS = [
         ),
         (
             "a sum of factors takes all of the peak or none", "walk/near.py", "test_soundness.py several_parts",
-            "_near_peak(c, form, form.f, -form.e, _shares) or found",
+            "_near_peak(c, form, form.f, -form.e, shares) or found",
             "found",
         ),
         (
@@ -902,8 +902,8 @@ MUTANTS = [
         ),
         (
             "pieces of the rows share a peak", "walk/near.py", "test_soundness.py one_is_shifted or some_are_shifted",
-            "    return all(number * whole",
-            "    return any(number * whole",
+            "    shares = _shares_all if one_column else _shares\n",
+            "    shares = _shares\n",
         ),
         (
             "log of a masked softmax", "rules/pointwise.py", "test_soundness.py log_of_rows_that",
@@ -923,7 +923,7 @@ MUTANTS = [
         ),
         (
             "a number per row is limited as inductor does not compile", "rules/pointwise.py",
-            "test_soundness.py over_their_norm",
+            "test_soundness.py half_logits_over_their_norm",
             "    return Poly.atom(divisor)\n",
             "    return Poly.atom(c.emitter.call(aten.clamp.default, divisor, -largest, largest))\n",
         ),

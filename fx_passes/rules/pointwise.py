@@ -248,8 +248,8 @@ def div(
     if isinstance(divisor, Form):
         form, divided = pair(c, node, left, divisor)
         return _kept(c, node, times(c, form, _reciprocal(c, divided)), form, divided)
-    by = _limited(c, c.operand(divisor, left), left)
-    quotient = normal(c, scaled(left, _inverse(c, by, left)))
+    by = c.operand(divisor, left)
+    quotient = normal(c, scaled(left, _inverse(c, _limited(c, by, left), left)))
     return _kept(c, node, quotient, left, Form(left.shape, left.vdim, e=by))
 
 

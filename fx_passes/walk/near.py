@@ -27,17 +27,19 @@ class Near:
     value: Poly = ZERO
 
 
-def affine_center(c: Context, form: Form) -> Near:
+def affine_center(c: Context, form: Form, one_column: bool = False) -> Near:
     """What `f x` is near to, by the constant that is subtracted.
 
-    Where f is a sum, each of whose parts has another constant, that is the peak if all parts take it away.
+    Where f is a sum, each of whose parts has another constant, that is the peak if any part takes it away; of one
+    column if all parts do, since one that is the logits themselves does not depend on the rest of its row.
     """
     if form.f.is_zero:
         return Near()
     found = near(c, form, form.f, -form.e)
     if found.center.terms:
         return found
-    return _near_peak(c, form, form.f, -form.e, _shares) or found
+    shares = _shares_all if one_column else _shares
+    return _near_peak(c, form, form.f, -form.e, shares) or found
 
 
 def _near_peak(
@@ -96,7 +98,11 @@ def _has(whole: Poly, part: Poly) -> bool:
 
 
 def _shares(whole: Poly, part: Poly) -> bool:
-    """Whether all of `part` is in `whole`, in multiples."""
+    """Whether some of `part` is in `whole`, at least as a multiple."""
+    return any(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
+
+
+def _shares_all(whole: Poly, part: Poly) -> bool:
     return all(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
 
 
