@@ -49,7 +49,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
         elif form.x is not None:
             taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
     if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
-        around = affine_center(c, form, one_column=True)
+        around = affine_center(c, form)
         result = result + _scaled(c, taken, around, form.f, dtype) + around.value
     result = result + form.e
     for term in form.exps:

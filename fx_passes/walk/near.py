@@ -6,7 +6,6 @@ Entry points: `near`, of an exponential; `affine_center`, of what is linear in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,24 +26,12 @@ class Near:
     value: Poly = ZERO
 
 
-def affine_center(c: Context, form: Form, one_column: bool = False) -> Near:
-    """What `f x` is near to, by the constant that is subtracted.
-
-    Where f is a sum, each of whose parts has another constant, that is the peak if any part takes it away; of one
-    column if all parts do, since one that is the logits themselves does not depend on the rest of its row.
-    """
-    if form.f.is_zero:
-        return Near()
-    found = near(c, form, form.f, -form.e)
-    if found.center.terms:
-        return found
-    shares = _shares_all if one_column else _shares
-    return _near_peak(c, form, form.f, -form.e, shares) or found
+def affine_center(c: Context, form: Form) -> Near:
+    """What `f x` is near to, by the constant that is subtracted."""
+    return Near() if form.f.is_zero else near(c, form, form.f, -form.e)
 
 
-def _near_peak(
-    c: Context, form: Form, scale: Poly, shift: Poly, takes: Callable[[Poly, Poly], bool]
-) -> Near | None:
+def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     """The peak of the rows, where the shift takes it away times the scale.
 
     Where rows are put together from pieces, each piece has its own peak, at its own rows.
@@ -56,7 +43,7 @@ def _near_peak(
         *(part for part in parts if part is not None and _is_peak(c, part)),
         *(Poly.atom(atom) for atom in shift.atoms() if c.rows.is_peak(atom)),
     ]
-    found = [each for each in dict.fromkeys(wanted) if takes(shift, scale * each)]
+    found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
     if not found:
         return None
     together = all(_is_placed(c, each) for each in found)
@@ -66,7 +53,7 @@ def _near_peak(
 
 def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
     """The peak of the rows where it is taken away, else what is subtracted first."""
-    found = _near_peak(c, form, scale, shift, _has)
+    found = _near_peak(c, form, scale, shift)
     if found is not None:
         return found
     for monomial, factor in shift.terms.items():
@@ -95,15 +82,6 @@ def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
 
 def _has(whole: Poly, part: Poly) -> bool:
     return bool(part.terms) and part.terms.items() <= whole.terms.items()
-
-
-def _shares(whole: Poly, part: Poly) -> bool:
-    """Whether some of `part` is in `whole`, at least as a multiple."""
-    return any(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
-
-
-def _shares_all(whole: Poly, part: Poly) -> bool:
-    return all(number * whole.terms.get(m, 0.0) > 0 for m, number in part.terms.items())
 
 
 def _is_peak(c: Context, poly: Poly) -> bool:
