@@ -16,7 +16,7 @@ from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shap
 from fx_passes.graph.operators import VIEWS, under
 from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
-from fx_passes.rules.row_scalars import are_inputs
+from fx_passes.rules.row_scalars import stays_rounded
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -46,18 +46,10 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
     if form.x is not None and linear and rounded and narrow is not value(form.x).dtype:
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
-    if form.is_row and are_inputs(form.e) and not is_backward(node):
-        return form.with_(e=_rounded(c, form, narrow))
+    if form.is_row and stays_rounded(node, form.e, dtype_of(form)):
+        rows = c.rows.emit_node(form.e, dtype_of(form), next(iter(form.e.atoms())))
+        return form.with_(e=Poly.atom(c.emitter.cast(rows, narrow)))
     return form
-
-
-def _rounded(c: Context, form: Form, dtype: torch.dtype) -> Poly:
-    """Numbers per row that were spread before they are rounded, rounded."""
-    wide = dtype_of(form)
-    if torch.promote_types(wide, dtype) is dtype:
-        return form.e
-    rows = c.rows.emit_node(form.e, wide, next(iter(form.e.atoms())))
-    return Poly.atom(c.emitter.cast(rows, dtype))
 
 
 def copy(c: Context, node: Node, into: Operand, written: Operand, *_: object) -> Result:
@@ -401,7 +393,7 @@ def log(c: Context, node: Node, operand: Operand) -> Result:
     number = term.a.as_number()
     if number is not None and not number > 0:
         raise Refused("log of a negative multiple of a softmax")
-    if any(atom in c.rows.zero_outside for atom in term.a.atoms()):
+    if c.rows.is_placed(term.a):
         raise Refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
     return form.with_(exps=(), f=term.scale, e=_log_of_row(c, form, term.a) - term.shift)
 

@@ -126,8 +126,9 @@ def _affine_sum(c: Context, form: Form) -> Poly:
         return rows
     if not form.e.is_zero:
         total, top = c.total(form)
-        if (rows + top).terms.keys().isdisjoint(top.terms):
-            return rows + top + total
+        rest = rows + top
+        if rest.terms.keys().isdisjoint(top.terms):
+            return rest + total
     dtype = dtype_of(form)
     plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
     return Poly.atom(plain) * form.f + rows

@@ -23,15 +23,17 @@ def row_cast(rows: RowScalars, node: Node) -> Poly | None:
     first = node.args[0]
     if not isinstance(first, Node) or not is_float_tensor(first):
         return None
-    poly, given, dtype = rows.meaning(first), value(first).dtype, value(node).dtype
-    rounded = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
-    return None if rounded and not is_backward(node) and are_inputs(poly) else poly
+    poly = rows.meaning(first)
+    return None if stays_rounded(node, poly, value(first).dtype) else poly
 
 
-def are_inputs(poly: Poly) -> bool:
-    """Made of nothing but tensors that the graph is given."""
+def stays_rounded(node: Node, poly: Poly, given: torch.dtype) -> bool:
+    """Whether the cast `node` of `poly` rounds nothing but what the graph is given, in forward."""
+    dtype = value(node).dtype
+    rounds = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
     inputs = [under(atom, VIEWS | CASTS) for atom in poly.atoms()]
-    return bool(inputs) and all(each.op == "placeholder" for each in inputs)
+    are_given = bool(inputs) and all(each.op == "placeholder" for each in inputs)
+    return rounds and are_given and not is_backward(node)
 
 
 def row_reshape(rows: RowScalars, node: Node) -> Poly | None:

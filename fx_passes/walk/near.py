@@ -46,7 +46,7 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
     if not found:
         return None
-    together = all(_is_placed(c, each) for each in found)
+    together = all(map(c.rows.is_placed, found))
     center = sum(found[1:], found[0]) if together else found[0]
     return Near(center, scale * center)
 
@@ -91,7 +91,3 @@ def _is_peak(c: Context, poly: Poly) -> bool:
         return False
     atoms = [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
     return len(atoms) == 1 and c.rows.is_peak(atoms[0])
-
-
-def _is_placed(c: Context, poly: Poly) -> bool:
-    return any(atom in c.rows.zero_outside for atom in poly.atoms())

@@ -46,6 +46,10 @@ class RowNodes:
         self.zero_outside.add(node)
         return node
 
+    def is_placed(self, poly: Poly) -> bool:
+        """Whether a part of it is zero outside its rows."""
+        return any(atom in self.zero_outside for atom in poly.atoms())
+
     def emit(self, poly: Poly, dtype: torch.dtype) -> Node | float:
         """The node that computes `poly` in `dtype`; a number if no row scalar is in it."""
         number = poly.as_number()

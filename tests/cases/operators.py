@@ -119,15 +119,7 @@ class Making:
         return self.s.input(role, shape, self.one(*kinds))
 
     def iota(self, count: int, start: int = 0, step: int = 1) -> Node:
-        return self.s.call(
-            prims.iota.default,
-            count,
-            start=start,
-            step=step,
-            dtype=self.one(torch.int64, torch.int64, torch.int32),
-            device="cpu",
-            requires_grad=False,
-        )
+        return self.s.iota(count, start, step, self.one(torch.int64, torch.int64, torch.int32))
 
     def dim(self, node: Node) -> int:
         """The vocabulary's dimension as a rule."""

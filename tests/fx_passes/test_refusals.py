@@ -79,19 +79,7 @@ def zero_mask(s: Scratch, x: Node) -> Node:
 
 
 def column_mask(s: Scratch, rows: int = 3) -> Node:
-    return s.call(aten.eq.Tensor, iota(s, VOCAB), s.input("hits", (rows, 1), torch.int64))
-
-
-def iota(s: Scratch, count: int) -> Node:
-    return s.call(
-        prims.iota.default,
-        count,
-        start=0,
-        step=1,
-        dtype=torch.int64,
-        device="cpu",
-        requires_grad=False,
-    )
+    return s.call(aten.eq.Tensor, s.iota(VOCAB), s.input("hits", (rows, 1), torch.int64))
 
 
 def hits(s: Scratch, *shape: int) -> Node:
@@ -380,7 +368,7 @@ def _(s: Scratch, x: Node) -> None:
 @refused("a full-vocabulary value is written by index")
 def _(s: Scratch, x: Node) -> None:
     zeros = s.input("rows", (3,))
-    s.call(aten.index_put.default, zeros, [iota(s, 3)], x)
+    s.call(aten.index_put.default, zeros, [s.iota(3)], x)
 
 
 @refused("a scatter of full-vocabulary values")
@@ -428,7 +416,7 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.index_put.default, exponential(s, x), [iota(s, 2), hits(s, 2)], number(s, 0.0))
+    s.call(aten.index_put.default, exponential(s, x), [s.iota(2), hits(s, 2)], number(s, 0.0))
 
 
 @refused("a number is written beside larger ones, in which it would be lost")
@@ -563,7 +551,7 @@ def test_a_size_that_the_graph_does_not_compute() -> None:
     x.meta["val"] = s.fake_mode.from_tensor(torch.zeros(3, VOCAB), symbolic_context=context)
     columns = s.input("hits", (3,), torch.int64)
     columns.meta["val"] = s.fake_mode.from_tensor(torch.zeros(3, dtype=torch.int64))
-    picked = s.call(aten.index.Tensor, x, [iota(s, 3), columns])
+    picked = s.call(aten.index.Tensor, x, [s.iota(3), columns])
     walked = s.walk(picked)
     (size,) = [n for n in x.meta["val"].shape if not isinstance(n, int)]
     assert walked.refused[picked] == f"the size {size} is not computed in the graph"

@@ -128,6 +128,15 @@ class Scratch:
         self.lines.append(f"{node} = s.call({_name(target)}, {', '.join(given)})")
         return node
 
+    def iota(
+        self, count: int, start: int = 0, step: int = 1, dtype: torch.dtype = torch.int64
+    ) -> Node:
+        """start, start + step, ..."""
+        made = {"start": start, "step": step, "dtype": dtype}
+        return self.call(
+            torch.ops.prims.iota.default, count, **made, device="cpu", requires_grad=False
+        )
+
     def _fake(self, real: Tensor) -> Tensor:
         if not self.dynamic:
             return self.fake_mode.from_tensor(real)
@@ -376,9 +385,8 @@ class Walked:
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
         replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
-        by_zero = (found.isnan() & want.isinf() | want.isnan()) & torch.tensor(
-            lost
-        )  # 0 / 0, or -inf - -inf of 1 / 0
+        spoilt = found.isnan() & want.isinf() | want.isnan()  # 0 / 0, or -inf - -inf of 1 / 0
+        by_zero = spoilt & torch.tensor(lost)
         if not isinstance(said, Form):
             return by_zero | over
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()

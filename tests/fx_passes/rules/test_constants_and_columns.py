@@ -11,7 +11,6 @@ import torch
 from tests.support.scratch import DRAWS, VOCAB, Scratch
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 SHAPE = (3, VOCAB)
 
 
@@ -30,16 +29,7 @@ def test_a_column_of_other_logits() -> None:
     """What is written over may be -inf, and does not cancel."""
     s = Scratch()
     x, z = s.input("logits", SHAPE), s.input("logits", SHAPE)
-    columns = s.call(
-        prims.iota.default,
-        VOCAB,
-        start=0,
-        step=1,
-        dtype=torch.int64,
-        device="cpu",
-        requires_grad=False,
-    )
-    hot = s.call(aten.eq.Tensor, columns, s.input("index", (3, 1), torch.int64))
+    hot = s.call(aten.eq.Tensor, s.iota(VOCAB), s.input("index", (3, 1), torch.int64))
     shifted = s.call(aten.sub.Tensor, z, s.call(aten.amax.default, z, [-1], True))
     mixed = s.call(aten.where.self, hot, shifted, x)
     assert s.walk(mixed, roots=[x, z]).check(DRAWS)
