@@ -200,7 +200,7 @@ def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
     in those rows, which `p > 0` takes and `p == 0` does not.
     """
     compared = -mask.form.exps[0].shift if mask.form.is_exp and mask.form.exps else mask.form.e
-    normalised = any(map(c.statistics.is_one, compared.atoms()))
+    normalised = c.statistics.any_in(compared)
     if not form.exps or (normalised and not mask.at_nan):
         return form
     assert form.x is not None

@@ -105,8 +105,8 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
         )
     if is_backward(node) or result.exps or all(form.is_row for form in operands):
         return result
-    told = any(c.statistics.is_one(atom) for form in operands for atom in form.e.atoms())
-    if result.is_row or (told and not any(map(c.statistics.is_one, result.e.atoms()))):
+    told = any(c.statistics.any_in(form.e) for form in operands)
+    if result.is_row or (told and not c.statistics.any_in(result.e)):
         raise Refused(
             "the logits cancel there, and with them NaN and infinities, which would be lost"
         )
@@ -212,7 +212,7 @@ def _nothing(c: Context, factor: Form) -> Poly:
     if factor.exps:
         assert factor.x is not None
         zero, term = c.rows.emit_node(ZERO, dtype_of(factor), factor.x), factor.exps[0]
-        if not any(map(c.statistics.is_one, term.shift.atoms())):
+        if not c.statistics.any_in(term.shift):
             nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)
         nothing = c.where_any([term.a, term.b], nothing, zero)
     return Poly.atom(nothing)

@@ -11,6 +11,7 @@ from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclampe
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
+from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near
@@ -47,7 +48,9 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             result = _left_column(c, left.term, c.emitter.cast(found, dtype), dtype)
             form = form.with_(exps=())
         elif form.x is not None:
-            taken = Poly.atom(c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype))
+            logit = c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype)
+            c.rows.levels[under(logit, VIEWS)] = c.roots.root_of[form.x]
+            taken = Poly.atom(logit)
     if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
         around = affine_center(c, form)
         result = result + _scaled(c, taken, around, form.f, dtype) + around.value

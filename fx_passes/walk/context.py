@@ -142,7 +142,7 @@ class Context:
         whose factors are zero in a row is not looked at there.
         """
         number = self.emit_rows(poly, form, node)
-        if any(self.statistics.is_one(atom) or self.rows.is_mass(atom) for atom in poly.atoms()):
+        if self.statistics.any_in(poly) or any(map(self.rows.is_mass, poly.atoms())):
             return number
         result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
         for term in form.exps:
@@ -229,9 +229,12 @@ class Context:
     def stats(self, form: Form, scale: Poly) -> Stats:
         return self.statistics.of(form, scale)
 
-    def total(self, form: Form) -> tuple[Poly, Poly]:
+    def total(self, form: Form) -> tuple[Poly, Poly] | None:
         """sum_v f x in two parts: sum_v (f x - max(f x)) and V max(f x), by statistics that are there already."""
-        factor, stats = self.statistics.any_scale(form)
+        found = self.statistics.any_scale(form)
+        if found is None:
+            return None
+        factor, stats = found
         return stats.total * factor, stats.max * self.vocabulary(form) * factor
 
     def gather(self, x: Node, vdim: int, index: Node) -> Node:

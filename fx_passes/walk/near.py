@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.walk.context import Context
+from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -45,10 +47,29 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     ]
     found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
     if not found:
+        found = _peak_of_shares(c, form, parts)
+    if not found:
         return None
     together = all(map(c.rows.is_placed, found))
     center = sum(found[1:], found[0]) if together else found[0]
     return Near(center, scale * center)
+
+
+def _peak_of_shares(c: Context, form: Form, parts: list[Poly | None]) -> list[Poly]:
+    """The first of several peaks of these logits, of each of which a share is taken away.
+
+    They are equal for all positive scales.
+    """
+    assert form.x is not None
+    logits, shares = c.roots.root_of[form.x], dict[Node, float]()
+    for part in parts:
+        number, monomial = (part.as_monomial() if part else None) or (0.0, ())
+        if [power for _, power in monomial] == [1]:
+            shares[monomial[0][0]] = number
+    peaks = [atom for atom in shares if c.rows.is_peak(atom) and c.rows.logits_of(atom) is logits]
+    if math.isclose(sum(shares[atom] for atom in peaks), 1.0, rel_tol=ROUNDING):
+        return [Poly.atom(peaks[0])]
+    return []
 
 
 def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
@@ -57,6 +78,9 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
     if found is not None:
         return found
     for monomial, factor in shift.terms.items():
+        part = Poly({monomial: factor}).over(scale)
+        if part is not None and len(list(part.atoms())) == 1 and part == Poly.atom(*part.atoms()):
+            return Near(part, scale * part)
         if factor == 1.0 and monomial:
             return _beside(c, form, Poly({monomial: 1.0}), scale)
     return Near()

@@ -6,7 +6,6 @@ Entry points: `RowNodes.emit` and `emit_node`.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +18,9 @@ from fx_passes.graph.operators import VIEWS, under
 
 aten = torch.ops.aten
 
+ROUNDING = 1e-12
+"""Of numbers that cancel, relative to them."""
+
 _ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 
 
@@ -29,6 +31,8 @@ class RowNodes:
         meanings: the polynomial that each node computes, as far as it was looked at.
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
         peaks: nodes that are the logit of each row that is largest once it is scaled.
+        levels: numbers per row that are as large as the logits, which may have an offset; of which logits.
+        level_free: numbers per row of logits that an offset of theirs does not change.
     """
 
     def __init__(self, emitter: Emitter) -> None:
@@ -36,10 +40,16 @@ class RowNodes:
         self.meanings: dict[Node, Poly] = {}
         self.zero_outside: set[Node] = set()
         self.peaks: set[Node] = set()
+        self.levels: dict[Node, Node] = {}
+        self.level_free: set[Node] = set()
 
     def is_peak(self, atom: Node) -> bool:
         """One of `peaks`, of some of the rows or in another shape maybe."""
         return under(atom, VIEWS) in self.peaks
+
+    def logits_of(self, atom: Node) -> Node | None:
+        """Those that a level belongs to, of some of the rows or in another shape maybe."""
+        return self.levels.get(under(atom, VIEWS))
 
     def place(self, node: Node) -> Node:
         """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
@@ -56,43 +66,67 @@ class RowNodes:
         if number is not None:
             return number
         total: Node | float | None = None
-        for common, sign, part in self._beside_peaks(poly):
-            term = self._part(common, part, dtype)
+        for term, plus in self._summands(poly, dtype):
             if total is None:
-                total = term if sign > 0 else self._negate(term)
+                total = term if plus else self._negate(term)
             else:
-                total = self._sum(total, term, sign > 0)
+                total = self._sum(total, term, plus)
         assert isinstance(total, Node)
         self.meanings.setdefault(total, poly)
         return total
 
-    def _beside_peaks(self, poly: Poly) -> Iterator[tuple[Monomial, float, Poly]]:
-        """(factor, sign, terms) whose products add up to `poly`: peaks by one number per row are taken from each other
-        before they are scaled, since they may be large, and the number infinite.
-        """
-        rests = Counter(map(self._without_peak, poly.terms))
-        shared = [rest for rest, count in rests.items() if rest and count > 1]
+    def _summands(self, poly: Poly, dtype: torch.dtype) -> Iterator[tuple[Node | float, bool]]:
+        """What is added, and what is subtracted: differences of large numbers first."""
         terms = dict(poly.terms)
-        while terms:
-            first = next(iter(terms))
-            rest = next((rest for rest in shared if set(rest) <= set(first)), None)
-            if rest is None:
-                number = terms.pop(first)
-                yield (), number, Poly({first: abs(number)})
-            else:
-                found = [monomial for monomial in terms if set(rest) <= set(monomial)]
-                yield rest, 1.0, Poly({_without(each, rest): terms.pop(each) for each in found})
+        for rest, number, above, below in self._differences(terms):
+            between = self._sum(self._as_factor(above, dtype), self._as_factor(below, dtype), False)
+            assert isinstance(between, Node)
+            yield self._monomial(rest, self._times(number, between), dtype), True
+        for monomial, number in terms.items():
+            yield self._monomial(monomial, abs(number), dtype), number > 0
 
-    def _without_peak(self, monomial: Monomial) -> Monomial:
-        """What one peak is multiplied with; nothing where there is none."""
-        rest = tuple(f for f in monomial if not (f[1] == 1 and self.is_peak(f[0])))
-        return rest if len(rest) == len(monomial) - 1 else ()
+    def _differences(
+        self, terms: dict[Monomial, float]
+    ) -> Iterator[tuple[Monomial, float, Node, Node]]:
+        """(rest, number, above, below) for `number rest (above - below)`, which are taken out of `terms`.
 
-    def _part(self, common: Monomial, part: Poly, dtype: torch.dtype) -> Node | float:
-        if common:
-            return self._monomial(common, self.emit(part, dtype), dtype)
-        ((monomial, number),) = part.terms.items()
-        return self._monomial(monomial, number, dtype)
+        One of the two, or both, is a level: what both are multiplied with is taken out, because the difference of two
+        products may have lost the digits of the difference.
+        """
+        for mine in [monomial for monomial in terms if self._level(monomial)]:
+            for theirs in sorted(terms, key=lambda monomial: self._level(monomial) is None):
+                found = self._apart(mine, theirs)
+                above, below = (mine, theirs) if terms.get(mine, 0.0) > 0 else (theirs, mine)
+                number = min(terms.get(above, 0.0), -terms.get(below, 0.0))
+                if found is None or number <= 0:
+                    continue
+                terms[above] -= number
+                terms[below] += number
+                for monomial in (above, below):
+                    if abs(terms[monomial]) <= ROUNDING * number:
+                        del terms[monomial]
+                rest, *atoms = found
+                one, two = atoms if above is mine else reversed(atoms)
+                yield rest, number, one, two
+
+    def _level(self, monomial: Monomial) -> Node | None:
+        """The one factor that is a level."""
+        found = [atom for atom, power in monomial if power == 1 and self.logits_of(atom)]
+        return found[0] if len(found) == 1 else None
+
+    def _apart(self, mine: Monomial, theirs: Monomial) -> tuple[Monomial, Node, Node] | None:
+        """What both have, and the one number of each that the other has not, no level of other logits."""
+        rest = tuple(factor for factor in mine if factor in theirs)
+        apart = [factor for factor in (*mine, *theirs) if factor not in rest]
+        if [power for _, power in apart] != [1, 1] or len(mine) != len(theirs):
+            return None
+        (one, _), (two, _) = apart
+        logits = self.logits_of(one)
+        if logits is None or self.logits_of(two) not in (None, logits):
+            return None
+        if under(two, VIEWS) in self.level_free:
+            return None
+        return None if rest and (self._is_placed(one) or self._is_placed(two)) else (rest, one, two)
 
     def emit_node(self, poly: Poly, dtype: torch.dtype, like: Node) -> Node:
         """As `emit`, numbers as tensors on `like`'s device."""
@@ -174,7 +208,3 @@ class RowNodes:
             return self.emitter.call(operator.truediv, left, right)
         inverse = self.emitter.call(aten.reciprocal.default, right)
         return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
-
-
-def _without(monomial: Monomial, factor: Monomial) -> Monomial:
-    return tuple(each for each in monomial if each not in factor)

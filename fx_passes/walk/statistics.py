@@ -40,14 +40,15 @@ def compute_dtype(x: Node | None) -> torch.dtype:
 
 
 def dtype_of(form: Form) -> torch.dtype:
-    """What the form's coefficients are computed in; a form that no logits are in may be float64 by its rows."""
+    """What the form's coefficients are computed in: where no logits are in it, the finest dtype of its rows.
+
+    Of nothing but constants, which may be float64, that is float64.
+    """
     if form.x is not None:
         return compute_dtype(form.x)
-    return torch.float64 if torch.float64 in map(_dtype, form.atoms()) else torch.float32
-
-
-def _dtype(atom: Node) -> torch.dtype | None:
-    return getattr(value(atom), "dtype", None)  # None for a size
+    dtypes = {getattr(value(atom), "dtype", torch.int64) for atom in form.atoms()}
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return torch.float32 if floating and torch.float64 not in floating else torch.float64
 
 
 class Statistics:
@@ -73,6 +74,9 @@ class Statistics:
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
+    def any_in(self, poly: Poly) -> bool:
+        return any(map(self.is_one, poly.atoms()))
+
     def shifts(self, form: Form) -> bool:
         """Whether a statistic of its own logits is in what they are shifted by: NaN in rows of nothing but -inf."""
         root = None if form.x is None else self.roots.root_of[form.x]
@@ -82,13 +86,13 @@ class Statistics:
             if self.is_one(atom)
         )
 
-    def any_scale(self, form: Form) -> tuple[Poly, Stats]:
-        """Statistics of any scale that are there already, else of the form's own factor."""
+    def any_scale(self, form: Form) -> tuple[Poly, Stats] | None:
+        """Statistics of any scale that are there already, and the form's factor by it."""
         for (x, scale), stats in self._known.items():
             factor = form.f.over(scale)
             if x is form.x and factor is not None:
                 return factor, stats
-        return Poly.number(1.0), self.of(form, form.f)
+        return None
 
     def centered(self, x: Node, poly: Poly) -> Poly:
         """`poly` without the peaks, where they cancel: they are the same for all positive scales.
@@ -137,6 +141,8 @@ class Statistics:
         self.operators[node] = self.roots.root_of[x]
         parts = [call(operator.getitem, node, at) for at in range(4)]
         self.rows.peaks.add(parts[0])
+        self.rows.levels[parts[0]] = self.roots.root_of[x]
+        self.rows.level_free.update(parts[1:])
         if order is not None:
             back = [order.index(dim) for dim in range(rank)]
             parts = [call(aten.permute.default, part, back) for part in parts]

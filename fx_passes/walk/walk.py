@@ -291,7 +291,7 @@ def _check_precision(node: Node, result: Result) -> None:
     form = result.form if isinstance(result, RowValue) else result
     if not isinstance(form, Form) or value(node).dtype is not torch.float64:
         return
-    if dtype_of(form) is not torch.float64 and (form.x is not None or form.atoms()):
+    if dtype_of(form) is not torch.float64:
         given = "float32" if form.x is None else dtype_name(form.x)
         raise Refused(f"it is computed in float64 from {given} values")
 

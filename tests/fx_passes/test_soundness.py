@@ -479,6 +479,12 @@ def exponentials_of_rows_in_float64(x: Tensor, row: Tensor) -> Tensor:
     return (x + row[:, None].expand_as(x).exp()).logsumexp(-1)
 
 
+@program("precision", lambda: (logits().detach().double().requires_grad_(), tokens(ROWS, 2)))
+def constants_at_columns_in_float64(x: Tensor, target: Tensor) -> Tensor:
+    counted = torch.zeros_like(x).scatter_add(-1, target, torch.full_like(x[:, :2], 2.0)) / 3
+    return counted.sum(-1) + x.logsumexp(-1)
+
+
 @program("precision", lambda: (logits().detach().double().requires_grad_(), tokens()))
 def everything_in_float64(x: Tensor, target: Tensor) -> Tensor:
     log_p = x.log_softmax(-1)
@@ -652,6 +658,56 @@ def squares_of_log_probs(x: Tensor) -> Tensor:
 def log_probs_over_a_temperature(x: Tensor, temperature: Tensor, target: Tensor) -> Tensor:
     log_p = x.log_softmax(-1) / temperature[:, None]
     return log_p.gather(-1, target[:, None])[:, 0] + log_p.softmax(-1)[:, 0]
+
+
+def far_and_weight() -> Made:
+    """A gradient of the weight is a column of what it is multiplied with."""
+    return logits(offset=1000), (some().float() * 0.37 + 0.3).requires_grad_(), tokens()
+
+
+@program("precision", far_and_weight)
+def log_probs_by_soft_labels(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The maximum is taken away before a column is weighted; so it is in the next."""
+    labels = F.one_hot(target, VOCAB) * weight[:, None] + 0.1 / VOCAB
+    return -(labels * x.log_softmax(-1)).sum(-1)
+
+
+@program("precision", far_and_weight)
+def log_probs_by_smooth_labels(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The maximum is taken away from the logit, not from what else is added."""
+    labels = torch.zeros_like(x).scatter(-1, target[:, None], 0.9) + 0.1 / VOCAB
+    return (weight[:, None] + labels * x.log_softmax(-1)).sum(-1)
+
+
+@program("precision", far_and_weight)
+def log_probs_of_two_mixed_labels(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Shares of one maximum, with numbers and with numbers per row."""
+    log_p, one, other = x.log_softmax(-1), F.one_hot(target, VOCAB), F.one_hot(target - 1, VOCAB)
+    mixed = (0.7 * one + 0.3 * other) * log_p
+    return (mixed + (weight[:, None] * one + (1 - weight[:, None]) * other) * log_p).sum(-1)
+
+
+@program("precision", far_and_weight)
+def weighted_columns_at_two_temperatures(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    log_p = 0.3 * x.log_softmax(-1) + 0.7 * (x / 0.7).log_softmax(-1)
+    return (F.one_hot(target, VOCAB) * weight[:, None] * log_p).sum(-1)
+
+
+@program("precision", lambda: (*far(), logits(seed=5)[:, 0].detach() + 1000))
+def columns_beside_a_given_number(x: Tensor, target: Tensor, bound: Tensor) -> Tensor:
+    scaled = (x - bound[:, None]) * bound[:, None].cos()
+    return scaled.gather(-1, target[:, None])[:, 0] * bound.sin() + x.softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
+def sums_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
+    """By the distance of the maximum from it, not by two sums."""
+    return (x.log_softmax(-1) + (x - bound[:, None])).mean(-1)
+
+
+@program("masked", lambda: (with_values(logits(), r1=-math.inf, r2c3=-math.inf), some().float()))
+def sums_beside_a_given_number_of_nothing(x: Tensor, bound: Tensor) -> Tensor:
+    return x.logsumexp(-1).sigmoid() + (x - bound[:, None]).sum(-1)
 
 
 # ---------------------------------------------------------------- rows that are given

@@ -147,6 +147,8 @@ SCALAR: dict[str, tuple[str, ...]] = {  # [*L]
         "({f}.softmax(-1) * ({f}.log_softmax(-1) - {g}.log_softmax(-1))).sum(-1)", "torch.sum({f}.softmax(-1).square(), -1)",
         "{f}.softmax(-1).sum(-1)", "torch.where({m}, {f}, 0).sum(-1)", "(F.one_hot({i}, {f}.shape[-1]) * {f}).sum(-1)",
         "((torch.arange({f}.shape[-1]) == {i}[..., None]) * {f}).sum(-1)", "{f}.masked_fill({m}, 0).sum(-1)", "{f}.amin(-1)",
+        "((F.one_hot({i}, {f}.shape[-1]) * {r} + 0.1) * {f}).sum(-1)", "((F.one_hot({i}, {f}.shape[-1]) - {f}.exp()) * {f}).sum(-1)",
+        "((0.7 * F.one_hot({i}, {f}.shape[-1]) + 0.3 * F.one_hot({i}.roll(1, 0), {f}.shape[-1])) * {f}).sum(-1)",
         "(F.one_hot({i}.flatten()[0], {f}.shape[-1]) * {f}).sum(-1)", "({f}[..., 1:] - {f}[..., :-1]).sum(-1)", "{f}.var(-1)",
         "({g}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)", "(torch.arange({f}.shape[-1]) == {i}[..., None]).sum(-1)",
         "torch.stack([a.logsumexp(-1) for a in {f}])", "{f}.logsumexp((-1,))", "{f}.median(-1).values", "{f}.count_nonzero(-1)",

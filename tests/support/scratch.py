@@ -363,7 +363,8 @@ class Walked:
             return  # a maximum of its own decides ties
         found = torch.as_tensor(found).expand(want.shape).double()
         want = want.double()
-        wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
+        may_mend = draw.kind != "plain" or self._has_logits_of_nan(node, values)
+        wrong = free & wrong_elements(found, want, tolerance, may_mend)
         if wrong.any():
             lost = self._divides_by_zero(node, values)
             wrong &= ~self._allowed(node, found, want, lost, draw)
@@ -394,6 +395,12 @@ class Walked:
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
         return by_zero | low & torch.tensor(said.clamped) | over | left
+
+    def _has_logits_of_nan(self, node: Node, values: Values) -> bool:
+        """The program itself makes NaN of plain numbers, by an operator that no rule knows: log(x)."""
+        forms = [self.walk.context.values.get(each) for each in (*ancestors([node]), node)]
+        roots = {form.x for form in forms if isinstance(form, Form) and form.x is not None}
+        return any(bool(values[root].isnan().any()) for root in roots)
 
     def _of_rows_of_nan(self, node: Node, values: Values, want: Tensor) -> Tensor:
         """Elements of rows whose logits are NaN throughout: they stay NaN, though `x >= finfo.min` takes them out."""
