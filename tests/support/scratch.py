@@ -122,6 +122,8 @@ class Scratch:
             raise Impossible(f"{target}{args}: {error}") from None
         if target is torch.ops.aten.gather.default and _exceeds_rows(*fake_args):
             raise Impossible(f"{target}{args}: an index with more rows")  # fake tensors take it
+        if target is aten.index.Tensor and fake.numel() > 0 == fake_args[0].numel():
+            raise Impossible(f"{target}{args}: elements of nothing")  # so they do this
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = fake
         given = [repr(a) for a in args] + [f"{k}={a!r}" for k, a in kwargs.items()]
@@ -386,7 +388,7 @@ class Walked:
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
         replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
-        spoilt = found.isnan() & want.isinf() | want.isnan()  # 0 / 0, or -inf - -inf of 1 / 0
+        spoilt = found.isnan() | want.isnan()  # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
         by_zero = spoilt & torch.tensor(lost)
         if not isinstance(said, Form):
             return by_zero | over
