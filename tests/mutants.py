@@ -1024,7 +1024,7 @@ MUTANTS = [
         ),
         (
             "a given number is scaled by itself", "walk/near.py", "test_soundness.py columns_beside_a_given",
-            "            return Near(part, scale * part)\n",
+            "            return Near(Poly.atom(share[1]), scale * Poly.atom(share[1]))\n",
             "            pass\n",
         ),
         (

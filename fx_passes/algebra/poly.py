@@ -57,6 +57,11 @@ class Poly:
         ((monomial, number),) = self.terms.items()
         return number, monomial
 
+    def as_share(self) -> tuple[float, Node] | None:
+        """Number and row scalar if it is a multiple of one."""
+        number, monomial = self.as_monomial() or (0.0, ())
+        return (number, monomial[0][0]) if [power for _, power in monomial] == [1] else None
+
     def atoms(self) -> Iterable[Node]:
         return dict.fromkeys(atom for monomial in self.terms for atom, _ in monomial)
 

@@ -63,9 +63,9 @@ def _peak_of_shares(c: Context, form: Form, parts: list[Poly | None]) -> list[Po
     assert form.x is not None
     logits, shares = c.roots.root_of[form.x], dict[Node, float]()
     for part in parts:
-        number, monomial = (part.as_monomial() if part else None) or (0.0, ())
-        if [power for _, power in monomial] == [1]:
-            shares[monomial[0][0]] = number
+        share = part.as_share() if part is not None else None
+        if share is not None:
+            shares[share[1]] = share[0]
     peaks = [atom for atom in shares if c.rows.is_peak(atom) and c.rows.logits_of(atom) is logits]
     if math.isclose(sum(shares[atom] for atom in peaks), 1.0, rel_tol=ROUNDING):
         return [Poly.atom(peaks[0])]
@@ -78,9 +78,9 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
     if found is not None:
         return found
     for monomial, factor in shift.terms.items():
-        part = Poly({monomial: factor}).over(scale)
-        if part is not None and len(list(part.atoms())) == 1 and part == Poly.atom(*part.atoms()):
-            return Near(part, scale * part)
+        share = (Poly({monomial: factor}).over(scale) or ZERO).as_share()
+        if share is not None and share[0] == 1.0:
+            return Near(Poly.atom(share[1]), scale * Poly.atom(share[1]))
         if factor == 1.0 and monomial:
             return _beside(c, form, Poly({monomial: 1.0}), scale)
     return Near()
