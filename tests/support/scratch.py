@@ -388,7 +388,9 @@ class Walked:
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
         replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
-        spoilt = found.isnan() | want.isnan()  # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
+        spoilt = (
+            found.isnan() | want.isnan()
+        )  # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
         by_zero = spoilt & torch.tensor(lost)
         if not isinstance(said, Form):
             return by_zero | over
