@@ -548,8 +548,13 @@ MUTANTS = [
         ),
         (
             "a rounded logsumexp is mixed with exact statistics", "walk/walk.py", "test_soundness.py without_their_mean",
-            "                    if len(poly.terms) > 1 and any(map(rows.is_peak, poly.atoms())):",
+            "                    if any(map(rows.is_peak, poly.atoms())) and not _is_exact(rows, poly):",
             "                    if False:",
+        ),
+        (
+            "a maximum over a temperature is mixed with rounded logits", "walk/walk.py", "test_soundness.py at_a_temperature_that",
+            "    return math.frexp(abs(number))[0] == 0.5 and others <= rows.zero_outside\n",
+            "    return number != 0 and others <= rows.zero_outside\n",
         ),
         (
             "an overflowing mass meets its negative", "rules/reductions.py", "test_soundness.py times_their_logits",
@@ -1014,12 +1019,12 @@ MUTANTS = [
         ),
         (
             "log_sum is taken for an offset", "walk/row_nodes.py", "test_soundness.py sums_beside_a_given",
-            "        if under(two, VIEWS) in self.level_free:\n",
+            "        if self.is_level_free(two):\n",
             "        if False:\n",
         ),
         (
             "one maximum is not that of two temperatures", "walk/near.py", "test_soundness.py columns_at_two",
-            "        found = _peak_of_shares(c, form, parts)\n",
+            "        found = _shared_peak(c, form, scale, shift)\n",
             "        found = []\n",
         ),
         (

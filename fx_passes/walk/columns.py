@@ -51,8 +51,10 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             logit = c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype)
             c.rows.levels[under(logit, VIEWS)] = c.roots.root_of[form.x]
             taken = Poly.atom(logit)
-    if not form.f.is_zero:  # first: (x - max) - log_sum, never x + (...)
-        around = affine_center(c, form)
+    if (
+        not form.f.is_zero
+    ):  # first: (x - max) - log_sum, never x + (...); of numbers by `RowNodes.emit`
+        around = affine_center(c, form) if form.f.as_number() is None else Near()
         result = result + _scaled(c, taken, around, form.f, dtype) + around.value
     result = result + form.e
     for term in form.exps:
@@ -96,7 +98,10 @@ def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dty
     if number is not None:
         return difference * scale
     scaled = c.rows.emit_node(difference * scale, dtype, like)
-    return Poly.atom(c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like)))
+    scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
+    if not around.center.is_zero:
+        c.rows.level_free.add(under(scaled, VIEWS))
+    return Poly.atom(scaled)
 
 
 def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:

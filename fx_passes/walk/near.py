@@ -9,12 +9,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.walk.context import Context
-from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -47,7 +45,7 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     ]
     found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
     if not found:
-        found = _peak_of_shares(c, form, parts)
+        found = _shared_peak(c, form, scale, shift)
     if not found:
         return None
     together = all(map(c.rows.is_placed, found))
@@ -55,21 +53,20 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     return Near(center, scale * center)
 
 
-def _peak_of_shares(c: Context, form: Form, parts: list[Poly | None]) -> list[Poly]:
-    """The first of several peaks of these logits, of each of which a share is taken away.
+def _shared_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:
+    """The first of the peaks of these logits that are taken away with a part of the scale, or all of it.
 
-    They are equal for all positive scales.
+    They are equal for all positive scales. The rest is the distance of something else from the peak.
     """
     assert form.x is not None
-    logits, shares = c.roots.root_of[form.x], dict[Node, float]()
-    for part in parts:
-        share = part.as_share() if part is not None else None
-        if share is not None:
-            shares[share[1]] = share[0]
-    peaks = [atom for atom in shares if c.rows.is_peak(atom) and c.rows.logits_of(atom) is logits]
-    if math.isclose(sum(shares[atom] for atom in peaks), 1.0, rel_tol=ROUNDING):
-        return [Poly.atom(peaks[0])]
-    return []
+    peaks, parts = [], ZERO
+    for monomial, factor in shift.terms.items():
+        mine = [atom for atom, power in monomial if power == 1 and c.rows.is_peak(atom)]
+        if len(mine) == 1 and c.rows.logits_of(mine[0]) is c.roots.root_of[form.x]:
+            peaks += mine
+            parts += Poly({tuple(each for each in monomial if each[0] is not mine[0]): factor})
+    away = any(scale.terms.get(part, 0.0) * number > 0 for part, number in parts.terms.items())
+    return [Poly.atom(peaks[0])] if peaks and away and not c.rows.is_placed(scale) else []
 
 
 def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
@@ -79,7 +76,7 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
         return found
     for monomial, factor in shift.terms.items():
         share = (Poly({monomial: factor}).over(scale) or ZERO).as_share()
-        if share is not None and share[0] == 1.0:
+        if share is not None and share[0] == 1.0 and not c.rows.is_level_free(share[1]):
             return Near(Poly.atom(share[1]), scale * Poly.atom(share[1]))
         if factor == 1.0 and monomial:
             return _beside(c, form, Poly({monomial: 1.0}), scale)

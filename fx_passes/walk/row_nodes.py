@@ -51,6 +51,9 @@ class RowNodes:
         """Those that a level belongs to, of some of the rows or in another shape maybe."""
         return self.levels.get(under(atom, VIEWS))
 
+    def is_level_free(self, atom: Node) -> bool:
+        return under(atom, VIEWS) in self.level_free
+
     def place(self, node: Node) -> Node:
         """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
         self.zero_outside.add(node)
@@ -94,7 +97,7 @@ class RowNodes:
         products may have lost the digits of the difference.
         """
         for mine in [monomial for monomial in terms if self._level(monomial)]:
-            for theirs in sorted(terms, key=lambda monomial: self._level(monomial) is None):
+            for theirs in self._by_likeness(terms, mine):
                 found = self._apart(mine, theirs)
                 above, below = (mine, theirs) if terms.get(mine, 0.0) > 0 else (theirs, mine)
                 number = min(terms.get(above, 0.0), -terms.get(below, 0.0))
@@ -108,6 +111,11 @@ class RowNodes:
                 rest, *atoms = found
                 one, two = atoms if above is mine else reversed(atoms)
                 yield rest, number, one, two
+
+    def _by_likeness(self, terms: dict[Monomial, float], mine: Monomial) -> list[Monomial]:
+        """Levels first, then what has most nearly the number of `mine`, which it may be meant to be taken from."""
+        number = terms.get(mine, 0.0)
+        return sorted(terms, key=lambda m: (self._level(m) is None, abs(terms[m] + number)))
 
     def _level(self, monomial: Monomial) -> Node | None:
         """The one factor that is a level."""
@@ -124,7 +132,7 @@ class RowNodes:
         logits = self.logits_of(one)
         if logits is None or self.logits_of(two) not in (None, logits):
             return None
-        if under(two, VIEWS) in self.level_free:
+        if self.is_level_free(two):
             return None
         return None if rest and (self._is_placed(one) or self._is_placed(two)) else (rest, one, two)
 

@@ -6,6 +6,7 @@ what `fuse.py` puts in place of which node once all is accepted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
+from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.facts import is_backward, is_float_tensor, value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
@@ -36,6 +38,7 @@ from fx_passes.walk.results import (
     full_vocabulary,
     logits_of,
 )
+from fx_passes.walk.row_nodes import RowNodes
 from fx_passes.walk.row_scalars import RowRule
 from fx_passes.walk.spelled_out import spell_out
 from fx_passes.walk.statistics import dtype_of
@@ -255,7 +258,7 @@ class Walk:
                 waiting += reversed(each.all_input_nodes)
 
     def _subtracts_a_rounded_peak(self, node: Node, form: Form) -> bool:
-        """Whether the user's nodes take the peak away in a sum that is rounded (a logsumexp).
+        """Whether the user's nodes take the peak away in a number that is rounded (a logsumexp, over a temperature).
 
         What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
         """
@@ -271,7 +274,7 @@ class Walk:
                     seen.add(arg)
                 elif isinstance(meaning, Node) and is_float_tensor(meaning):
                     poly = rows.meaning(meaning)
-                    if len(poly.terms) > 1 and any(map(rows.is_peak, poly.atoms())):
+                    if any(map(rows.is_peak, poly.atoms())) and not _is_exact(rows, poly):
                         return True
         return False
 
@@ -284,6 +287,13 @@ class Walk:
         self.account.gradients.update(dict.fromkeys(leaving.operators, root))
         self.account.leaving[leaving.node] = leaving
         self.account.replacements[node] = leaving.node
+
+
+def _is_exact(rows: RowNodes, poly: Poly) -> bool:
+    """A peak times a power of two, of some of the rows maybe."""
+    number, monomial = poly.as_monomial() or (0.0, ())
+    others = {atom for atom, _ in monomial if not rows.is_peak(atom)}
+    return math.frexp(abs(number))[0] == 0.5 and others <= rows.zero_outside
 
 
 def _check_precision(node: Node, result: Result) -> None:

@@ -122,7 +122,7 @@ class Scratch:
             raise Impossible(f"{target}{args}: {error}") from None
         if target is torch.ops.aten.gather.default and _exceeds_rows(*fake_args):
             raise Impossible(f"{target}{args}: an index with more rows")  # fake tensors take it
-        if target is aten.index.Tensor and fake.numel() > 0 == fake_args[0].numel():
+        if target is aten.index.Tensor and 0 in fake_args[0].shape and 0 not in fake.shape:
             raise Impossible(f"{target}{args}: elements of nothing")  # so they do this
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = fake
