@@ -45,12 +45,14 @@ from tests.support.programs import Program
 MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
+EXPONENTIALS = {2: 64.0, 4: 1e4, 8: 1e20}  # by itemsize: larger ones excuse nothing
+MOVES = 8  # by one rounding, each from where the last one led to
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
 EXACT = 1e-13  # relative errors below are those of float64
 HUGE = 1e6  # logits from here on mean a mask
 JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
     r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
-    r"|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
+    r"|\.log\(\)|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
 )
 INFINITE = {"one +inf", "some -inf", "only -inf"}
 ASKS = re.compile(  # of what was computed, whether it is a number: there the deviations are visible
@@ -182,6 +184,7 @@ class _Eager:
         dtype: of the logits.
         precision: the coarsest dtype that its text names.
         logits: the largest of them: in float64, which is the truth itself, eager code rounds as far as that.
+        exponentials: the largest finite one that it takes, 1 of log-probs: what cancels there has its rounding.
     """
 
     runs: list[_Run]
@@ -196,6 +199,7 @@ class _Eager:
     dtype: torch.dtype
     precision: torch.dtype
     logits: float
+    exponentials: float
 
     def differences(self, at: int, ours: _Run) -> dict[str, str]:
         """What differs in draw `at` by more than eager's own error."""
@@ -231,6 +235,7 @@ class _Eager:
                 lost |= of_row.any(-1, keepdim=True)
             precision = self.precision_of(true[name], eager.dtype, usual)
             between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
+            between = max(between, min(self.exponentials, EXPONENTIALS[eager.dtype.itemsize]))
             found[name] = compare(
                 value, eager, true[name], usual, allowed, lost, precision, between
             )
@@ -261,6 +266,7 @@ class _Infinities(TorchDispatchMode):
     any = False
     rows = False
     by_zero = False
+    largest = 0.0  # exponential
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is aten.div and isinstance(args[1], Tensor):
@@ -270,7 +276,10 @@ class _Infinities(TorchDispatchMode):
         if func.overloadpacket in _OF_LOGITS:
             self.any |= bool((args[0] == torch.inf).any())
             self.rows |= args[0].ndim > 1 and bool((args[0] == -torch.inf).all(-1).any())
-        return func(*args, **kwargs or {})
+        found = func(*args, **kwargs or {})
+        if func.overloadpacket in (aten.exp, aten.expm1):
+            self.largest = max([self.largest, *found[found.isfinite()].flatten().tolist()])
+        return found
 
 
 def _coarsest(source: str, dtype: torch.dtype) -> torch.dtype:
@@ -358,7 +367,7 @@ class Judge:
         precision = _coarsest(program.source, dtype)
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
-        made = (seen.any, empty, seen.by_zero, dtype, precision, logits)
+        made = (seen.any, empty, seen.by_zero, dtype, precision, logits, seen.largest)
         return _Eager(runs, truth, clean, without, errors, rows, *made)
 
     def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
@@ -456,10 +465,10 @@ class Judge:
         if not JUMPS.search(program.source):
             return False
         eps = torch.finfo(getattr(torch, program.spec.dtype)).eps
-        for at, each in enumerate(self.inputs(program.spec)[:DRAWS]):
-            with torch.no_grad():
-                for value in each.leaves:
-                    value.mul_(1 + eps * (torch.rand(value.shape) - 0.5))
+        for at, each in [*enumerate(self.inputs(program.spec)[:DRAWS])] * MOVES:
+            for value in (v.detach() for v in each.arguments if v.is_floating_point()):
+                rounding = eps * (2 * torch.rand(value.shape) - 1).to(value.dtype)
+                value.copy_(torch.where(value == 0, rounding, value * (1 + rounding)))
             moved = self.true(fn, program.spec, each)
             pairs = zip(moved.values().values(), truth[at].values().values(), strict=True)
             for a, b in ((a.double(), b.double()) for a, b in pairs):
