@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.near import near
+from fx_passes.walk.near import affine_center, near
 from fx_passes.walk.results import (
     EXPECTED,
     NORMALISER,
@@ -121,23 +120,15 @@ def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
 
 
 def _affine_sum(c: Context, form: Form) -> Poly:
-    """sum_v (e + f x): by the statistics where numbers per row are subtracted, else by a plain sum of the logits."""
+    """sum_v (e + f x): by the statistics where e takes the maximum away again, else by a plain sum of the logits."""
     rows = form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
     if form.f.is_zero:
         return rows
+    center = affine_center(c, form).center
+    if any(map(c.rows.is_peak, center.atoms())) and not c.rows.is_placed(center):
+        total, top = c.total(form)
+        return rows + top + total
     dtype = dtype_of(form)
-    if any(form.e.atoms()):
-        assert form.x is not None
-        found = c.total(form)
-        if found is None:
-            raise Refused("a sum of logits beside a number per row, which may cancel")
-        total, top = found
-        rest = rows + top
-        if not rest.terms.keys().isdisjoint(top.terms):  # the maximum of other rows, say
-            empty = c.emitter.call(aten.eq.Scalar, c.rows.emit_node(top, dtype, form.x), -math.inf)
-            zero, known = (c.rows.emit_node(poly, dtype, form.x) for poly in (ZERO, total))
-            total = Poly.atom(c.emitter.where(empty, zero, known))
-        return rest + total
     plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
     return Poly.atom(plain) * form.f + rows
 

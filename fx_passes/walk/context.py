@@ -229,12 +229,9 @@ class Context:
     def stats(self, form: Form, scale: Poly) -> Stats:
         return self.statistics.of(form, scale)
 
-    def total(self, form: Form) -> tuple[Poly, Poly] | None:
+    def total(self, form: Form) -> tuple[Poly, Poly]:
         """sum_v f x in two parts: sum_v (f x - max(f x)) and V max(f x), by statistics that are there already."""
-        found = self.statistics.any_scale(form)
-        if found is None:
-            return None
-        factor, stats = found
+        factor, stats = self.statistics.any_scale(form)
         return stats.total * factor, stats.max * self.vocabulary(form) * factor
 
     def gather(self, x: Node, vdim: int, index: Node) -> Node:

@@ -86,13 +86,13 @@ class Statistics:
             if self.is_one(atom)
         )
 
-    def any_scale(self, form: Form) -> tuple[Poly, Stats] | None:
-        """Statistics of any scale that are there already, and the form's factor by it."""
+    def any_scale(self, form: Form) -> tuple[Poly, Stats]:
+        """Statistics of any scale that are there already, else of the form's own factor."""
         for (x, scale), stats in self._known.items():
             factor = form.f.over(scale)
             if x is form.x and factor is not None:
                 return factor, stats
-        return None
+        return Poly.number(1.0), self.of(form, form.f)
 
     def centered(self, x: Node, poly: Poly) -> Poly:
         """`poly` without the peaks, where they cancel: they are the same for all positive scales.

@@ -341,11 +341,6 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.bmm.default, batch, rows(s, 2, VOCAB, 4))
 
 
-@refused("a sum of logits beside a number per row, which may cancel")
-def _(s: Scratch, x: Node) -> None:
-    s.call(aten.sum.dim_IntList, s.call(aten.sub.Tensor, x, rows(s, 3, 1)), [-1])
-
-
 @refused("a softmax without one of its columns is summed, which would cancel")
 def _(s: Scratch, x: Node) -> None:
     rest = s.call(aten.scatter.value, exponential(s, x), -1, hits(s, 3, 1), 0.0)

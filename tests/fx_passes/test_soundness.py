@@ -693,13 +693,6 @@ def weighted_columns_at_two_temperatures(x: Tensor, weight: Tensor, target: Tens
     return (F.one_hot(target, VOCAB) * weight[:, None] * log_p).sum(-1)
 
 
-@program("precision", far_and_weight)
-def left_at_three_temperatures(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """What stays the program's takes a maximum away that is scaled as its logits are."""
-    log_p, log_q = x.log_softmax(-1), (x / 0.7).log_softmax(-1)
-    return (log_p.exp() * (log_q - log_p - (x * weight[:, None]).log_softmax(-1))).sum(-1)
-
-
 @program("precision", lambda: (*far(), logits(seed=5)[:, 0].detach() + 1000))
 def columns_beside_a_given_number(x: Tensor, target: Tensor, bound: Tensor) -> Tensor:
     scaled = (x - bound[:, None]) * bound[:, None].cos()
@@ -714,7 +707,7 @@ def sums_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
 
 @program("masked", lambda: (with_values(logits(), r1=-math.inf, r2c3=-math.inf), some().float()))
 def sums_beside_a_given_number_of_nothing(x: Tensor, bound: Tensor) -> Tensor:
-    return x.logsumexp(-1).sigmoid() + (x - bound[:, None]).sum(-1)
+    return x.logsumexp(-1).clamp(min=-1.0) + (x - bound[:, None]).sum(-1)
 
 
 # ---------------------------------------------------------------- rows that are given
