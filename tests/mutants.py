@@ -1004,7 +1004,7 @@ MUTANTS = [
         ),
         (
             "maxima are scaled one by one", "walk/row_nodes.py", "test_soundness.py log_sum_of_scaled",
-            "        for mine in [monomial for monomial in terms if self._level(monomial)]:\n",
+            "        for mine in [monomial for monomial in terms if self._has_level(monomial)]:\n",
             "        for mine in []:\n",
         ),
         (

@@ -126,8 +126,7 @@ def _affine_sum(c: Context, form: Form) -> Poly:
         return rows
     center = affine_center(c, form).center
     if any(map(c.rows.is_peak, center.atoms())) and not c.rows.is_placed(center):
-        total, top = c.total(form)
-        return rows + top + total
+        return rows + c.total(form)
     dtype = dtype_of(form)
     plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
     return Poly.atom(plain) * form.f + rows

@@ -51,9 +51,8 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             logit = c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype)
             c.rows.levels[under(logit, VIEWS)] = c.roots.root_of[form.x]
             taken = Poly.atom(logit)
-    if (
-        not form.f.is_zero
-    ):  # first: (x - max) - log_sum, never x + (...); of numbers by `RowNodes.emit`
+    if not form.f.is_zero:
+        # first: (x - max) - log_sum, never x + (...); `RowNodes.emit` sees to it where the factor is a number
         around = affine_center(c, form) if form.f.as_number() is None else Near()
         result = result + _scaled(c, taken, around, form.f, dtype) + around.value
     result = result + form.e

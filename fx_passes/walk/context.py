@@ -229,10 +229,10 @@ class Context:
     def stats(self, form: Form, scale: Poly) -> Stats:
         return self.statistics.of(form, scale)
 
-    def total(self, form: Form) -> tuple[Poly, Poly]:
-        """sum_v f x in two parts: sum_v (f x - max(f x)) and V max(f x), by statistics that are there already."""
+    def total(self, form: Form) -> Poly:
+        """sum_v f x as V max(f x) + sum_v (f x - max(f x)), by statistics that are there already."""
         factor, stats = self.statistics.any_scale(form)
-        return stats.total * factor, stats.max * self.vocabulary(form) * factor
+        return stats.max * self.vocabulary(form) * factor + stats.total * factor
 
     def gather(self, x: Node, vdim: int, index: Node) -> Node:
         """x at `index`; where x would be a copy of the logits, the index moves to the logits instead."""

@@ -96,7 +96,7 @@ class RowNodes:
         One of the two, or both, is a level: what both are multiplied with is taken out, because the difference of two
         products may have lost the digits of the difference.
         """
-        for mine in [monomial for monomial in terms if self._level(monomial)]:
+        for mine in [monomial for monomial in terms if self._has_level(monomial)]:
             for theirs in self._by_likeness(terms, mine):
                 found = self._apart(mine, theirs)
                 above, below = (mine, theirs) if terms.get(mine, 0.0) > 0 else (theirs, mine)
@@ -115,12 +115,11 @@ class RowNodes:
     def _by_likeness(self, terms: dict[Monomial, float], mine: Monomial) -> list[Monomial]:
         """Levels first, then what has most nearly the number of `mine`, which it may be meant to be taken from."""
         number = terms.get(mine, 0.0)
-        return sorted(terms, key=lambda m: (self._level(m) is None, abs(terms[m] + number)))
+        return sorted(terms, key=lambda m: (not self._has_level(m), abs(terms[m] + number)))
 
-    def _level(self, monomial: Monomial) -> Node | None:
-        """The one factor that is a level."""
-        found = [atom for atom, power in monomial if power == 1 and self.logits_of(atom)]
-        return found[0] if len(found) == 1 else None
+    def _has_level(self, monomial: Monomial) -> bool:
+        """Whether one factor, and no other, is a level."""
+        return sum(power == 1 and self.logits_of(atom) is not None for atom, power in monomial) == 1
 
     def _apart(self, mine: Monomial, theirs: Monomial) -> tuple[Monomial, Node, Node] | None:
         """What both have, and the one number of each that the other has not, no level of other logits."""

@@ -260,7 +260,7 @@ class _Eager:
 class _Infinities(TorchDispatchMode):
     """Whether what runs in a `with` block takes an exponential or a maximum of +inf, or of a row of -inf.
 
-    And whether it divides a row by 0.
+    And whether it divides a row by 0, and how large its exponentials are.
     """
 
     any = False

@@ -365,8 +365,9 @@ class Walked:
             return  # a maximum of its own decides ties
         found = torch.as_tensor(found).expand(want.shape).double()
         want = want.double()
-        may_mend = draw.kind != "plain" or self._has_logits_of_nan(node, values)
-        wrong = free & wrong_elements(found, want, tolerance, may_mend)
+        wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
+        if wrong.any() and self._has_logits_of_nan(node, values):
+            wrong &= ~want.isnan()
         if wrong.any():
             lost = self._divides_by_zero(node, values)
             wrong &= ~self._allowed(node, found, want, lost, draw)
@@ -388,10 +389,8 @@ class Walked:
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
         replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
-        spoilt = (
-            found.isnan() | want.isnan()
-        )  # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
-        by_zero = spoilt & torch.tensor(lost)
+        # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
+        by_zero = (found.isnan() | want.isnan()) & torch.tensor(lost)
         if not isinstance(said, Form):
             return by_zero | over
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
