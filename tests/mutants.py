@@ -1033,9 +1033,19 @@ MUTANTS = [
             "            pass\n",
         ),
         (
-            "a sum beside a given number is two sums", "rules/reductions.py", "test_soundness.py sums_beside_a_given",
-            "    if any(map(c.rows.is_peak, center.atoms())) and not c.rows.is_placed(center):\n",
+            "a sum beside the maximum makes the logits", "rules/reductions.py", "test_unread_statistics.py",
+            "    if taken_away and all(map(c.rows.is_peak, taken_away)):\n",
             "    if False:\n",
+        ),
+        (
+            "a sum beside a given number is two sums", "rules/reductions.py", "test_soundness.py sums_of_distances",
+            "    return Poly.atom(_plain_sum(c, form, arithmetic(c, affine, dtype_of(form))))\n",
+            "    plain = Poly.atom(_plain_sum(c, form, affine.x)) * form.f\n    return plain + form.e * c.vocabulary(form)\n",
+        ),
+        (
+            "the statistics of some rows are for all", "rules/reductions.py", "test_soundness.py some_rows",
+            "    if taken_away and all(map(c.rows.is_peak, taken_away)):\n",
+            "    if any(map(c.rows.is_peak, taken_away)):\n",
         ),
         (
             "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",

@@ -26,6 +26,7 @@ from fx_passes.walk.results import (
     RowValue,
     as_form,
 )
+from fx_passes.walk.spelled_out import arithmetic
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -120,16 +121,21 @@ def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
 
 
 def _affine_sum(c: Context, form: Form) -> Poly:
-    """sum_v (e + f x): by the statistics where e takes the maximum away again, else by a plain sum of the logits."""
-    rows = form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
+    """sum_v (e + f x): by the statistics where e takes the maximum away again, else of what the program sums itself."""
     if form.f.is_zero:
-        return rows
-    center = affine_center(c, form).center
-    if any(map(c.rows.is_peak, center.atoms())) and not c.rows.is_placed(center):
-        return rows + c.total(form)
-    dtype = dtype_of(form)
-    plain = c.emitter.call(aten.sum.dim_IntList, form.x, [form.vdim], True, dtype=dtype)
-    return Poly.atom(plain) * form.f + rows
+        return form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
+    taken_away = affine_center(c, form).center.atoms()
+    if taken_away and all(map(c.rows.is_peak, taken_away)):
+        return form.e * c.vocabulary(form) + c.total(form)
+    if form.e.is_zero:
+        return Poly.atom(_plain_sum(c, form, form.x)) * form.f
+    # whether e takes an offset of the logits away cannot be seen, and a difference of two sums would keep it
+    affine = form.with_(exps=(), hots=())
+    return Poly.atom(_plain_sum(c, form, arithmetic(c, affine, dtype_of(form))))
+
+
+def _plain_sum(c: Context, form: Form, wide: Node | None) -> Node:
+    return c.emitter.call(aten.sum.dim_IntList, wide, [form.vdim], True, dtype=dtype_of(form))
 
 
 def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:

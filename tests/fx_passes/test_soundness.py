@@ -701,8 +701,32 @@ def columns_beside_a_given_number(x: Tensor, target: Tensor, bound: Tensor) -> T
 
 @program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
 def sums_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
-    """By the distance of the maximum from it, not by two sums."""
+    """The maximum is between the two: by the statistics."""
     return (x.log_softmax(-1) + (x - bound[:, None])).mean(-1)
+
+
+@program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
+def sums_of_distances(x: Tensor, bound: Tensor) -> Tensor:
+    """The number is near to the logits, which the graph does not show: summed as the program sums it."""
+    return (x - bound[:, None]).sum(-1) + x.logsumexp(-1).cos()
+
+
+@program("precision", lambda: (logits(), logits().detach().mean(-1) + 0.01))
+def sums_of_distances_from_the_mean(x: Tensor, bound: Tensor) -> Tensor:
+    """Nearer to the mean than the maximum is."""
+    return ((x - bound[:, None]) * bound[:, None].cos()).sum(-1) + x.logsumexp(-1) * 1e-6
+
+
+@program("precision", lambda: (logits(6, 4000) / 3, torch.zeros(ROWS, 1, dtype=torch.bool)))
+def sums_of_log_probs_in_some_rows(x: Tensor, keep: Tensor) -> Tensor:
+    """From these rows no maximum is taken away: beside it their sum would lose digits."""
+    return (x - x.logsumexp(-1, keepdim=True) * keep).sum(-1)
+
+
+@program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
+def sums_of_distances_from_two_numbers(x: Tensor, bound: Tensor) -> Tensor:
+    wide = x * 0.7 - bound[:, None] * 0.5 - bound[:, None].cos() - 0.2 * bound[:, None]
+    return wide.mean(-1) + x.softmax(-1)[:, 0]
 
 
 @program("masked", lambda: (with_values(logits(), r1=-math.inf, r2c3=-math.inf), some().float()))
