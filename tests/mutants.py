@@ -347,13 +347,18 @@ MUTANTS = [
         ),
         (
             "the total of the logits is not scaled", "rules/reductions.py", "test_small_programs.py right and (sum_of_scaled)",
-            "    return Poly.atom(plain) * form.f + rows",
-            "    return Poly.atom(plain) + rows",
+            "        return Poly.atom(_plain_sum(c, form, form.x)) * form.f",
+            "        return Poly.atom(_plain_sum(c, form, form.x))",
+        ),
+        (
+            "a sum of rows counts them once", "rules/reductions.py", "test_rules.py sum",
+            "        return form.e * c.vocabulary(form) if not form.e.is_zero else ZERO",
+            "        return form.e",
         ),
         (
             "a sum counts the constant once", "rules/reductions.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or mean)",
-            "    rows = form.e * c.vocabulary(form) if not form.e.is_zero else ZERO",
-            "    rows = form.e",
+            "        return form.e * c.vocabulary(form) + c.total(form)",
+            "        return form.e + c.total(form)",
         ),
         (
             "a sum over rows is one over the vocabulary", "rules/reductions.py", "test_small_programs.py right and (over_rows)",
