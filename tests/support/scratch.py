@@ -419,9 +419,11 @@ class Walked:
             rows = values[form.x].isnan().all(form.vdim, keepdim=True)
             if rows.numel() == want.numel():
                 found = found | rows.reshape(want.shape)
-            elif rows.ndim == want.ndim:
-                found = found | rows.expand(torch.broadcast_shapes(rows.shape, want.shape))
-        return found if found.shape in ((), want.shape) else torch.zeros((), dtype=torch.bool)
+            elif rows.ndim == want.ndim and all(
+                mine in (1, theirs) for mine, theirs in zip(rows.shape, want.shape, strict=True)
+            ):
+                found = found | rows.expand(want.shape)
+        return found
 
     def _divides_by_zero(self, node: Node, values: Values) -> bool:
         """A sum that is divided by zero is the sum of its terms divided by zero, NaN for an infinite number."""
