@@ -271,7 +271,7 @@ MUTANTS = [
             "            condition = condition.invert()",
         ),
         (
-            "what is left out is filled with an infinite value", "rules/guards.py", "test_small_programs.py right and (infinite_rows)",
+            "what is left out is filled with an infinite value", "rules/guards.py", "test_refusals.py infinite",
             "    if is_infinite(form):",
             "    if False:",
         ),
@@ -1018,12 +1018,47 @@ MUTANTS = [
             "",
         ),
         (
-            "constants are in float32", "walk/statistics.py", "test_soundness.py constants_at_columns",
+            "constants are in float32", "walk/statistics.py", "test_rules.py (mul or scatter or index_put or sum or gather)",
             "    return torch.float32 if floating and torch.float64 not in floating else torch.float64\n",
             "    return torch.float64 if torch.float64 in floating else torch.float32\n",
         ),
         (
-            "log_sum is taken for an offset", "walk/row_nodes.py", "test_soundness.py sums_beside_a_given",
+            "a constant is no offset", "walk/near.py", "test_soundness.py a_constant_near",
+            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if (len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+        ),
+        (
+            "two numbers are one offset", "walk/near.py", "test_soundness.py two_given_numbers_near",
+            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if (constant or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+        ),
+        (
+            "a number beside a part of the maximum is the only offset", "walk/near.py", "test_soundness.py a_part_of_the_maximum",
+            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if (constant or len(given) > 1) and not _peaks(c, form, form.f, -form.e):\n",
+        ),
+        (
+            "numbers beside log-probs are offsets", "walk/near.py", "test_refusals.py no_offset",
+            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if constant or len(given) > 1 or (given and levels):\n",
+        ),
+        (
+            "a constant in some rows is no offset", "walk/near.py", "test_soundness.py a_constant_in_some_rows",
+            "    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)\n",
+            "    return not monomial\n",
+        ),
+        (
+            "what fills other rows is an offset", "walk/near.py", "test_refusals.py no_offset",
+            "    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)\n",
+            "    return not any(map(is_float_tensor, flags))\n",
+        ),
+        (
+            "logits may be broadcast", "walk/walk.py", "test_refusals.py broadcast",
+            "                _check_shape(node, result)\n",
+            "",
+        ),
+        (
+            "log_sum is taken for an offset", "walk/row_nodes.py", "test_soundness.py a_maximum_beside",
             "        if self.is_level_free(two):\n",
             "        if False:\n",
         ),

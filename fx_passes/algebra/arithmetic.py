@@ -36,7 +36,9 @@ def is_infinite(form: Form) -> bool:
 
 def common_logits(left: Form, right: Form) -> Node | None:
     if left.x is not None and right.x is not None and left.x is not right.x:
-        raise Refused("values over two different logits meet")
+        raise Refused(
+            "values over two different logits meet, or what was made of one and is not known"
+        )
     return left.x if left.x is not None else right.x
 
 

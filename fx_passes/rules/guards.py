@@ -164,7 +164,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
             return _beside_guarded_rows(c, mask, right)
         raise Refused(f"where {mask.guard.value}, another value is put to zero")
-    raise Refused(f"where {mask.guard.value}, another value than the limit is put")
+    raise Refused(f"a mask chooses between two values: {mask.guard.value}")
 
 
 def _is_nan_too(c: Context, guarded: Form, form: Form) -> bool:

@@ -1,6 +1,6 @@
 """What logits are near to: taken away before they are scaled, so that a common offset costs no digits.
 
-Entry points: `near`, of an exponential; `affine_center`, of what is linear in the logits.
+Entry points: `near`, of an exponential; `affine_center`, of what is linear in the logits; `only_one_offset`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.algebra.poly import ZERO, Monomial, Poly
+from fx_passes.graph.facts import is_float_tensor
+from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.statistics import dtype_of
 
@@ -31,11 +34,34 @@ def affine_center(c: Context, form: Form) -> Near:
     return Near() if form.f.is_zero else near(c, form, form.f, -form.e)
 
 
-def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
-    """The peak of the rows, where the shift takes it away times the scale.
+def only_one_offset(c: Context, form: Form) -> None:
+    """Refuses `f x + e` where more than one thing may take an offset of the logits away.
 
-    Where rows are put together from pieces, each piece has its own peak, at its own rows.
+    A number per row that is given may: it is subtracted before anything else (`near`). A constant is not kept apart
+    from others, and of several numbers the graph does not show in which order they leave no digits behind; nor
+    beside maxima that take a part of the logits away. Where they take all of it, the rest is of their spread.
     """
+    if form.f.is_zero or form.x is None:
+        return
+    given = [monomial for monomial in form.e.terms if _is_programs_own(c, form, monomial)]
+    constant = any(not any(c.rows.is_given(atom) for atom, _ in monomial) for monomial in given)
+    levels = any(c.rows.logits_of(atom) is not None for atom in form.e.atoms())
+    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):
+        raise Refused(
+            "a constant, or a second number per row, is added to logits and may cancel their offset"
+        )
+
+
+def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
+    """A number that the logits have no part in; where their factor is placed in some rows, it may be for the others."""
+    if any(c.rows.is_given(atom) for atom, _ in monomial):
+        return True
+    flags = (under(atom, VIEWS | CASTS) for atom, _ in monomial if atom not in c.rows.zero_outside)
+    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)
+
+
+def _peaks(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:
+    """The peaks of the rows, of all or of some, that the shift takes away times the scale."""
     stats = c.statistics.known(form, scale)
     parts = [Poly({monomial: factor}).over(scale) for monomial, factor in shift.terms.items()]
     wanted = [
@@ -43,9 +69,15 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
         *(part for part in parts if part is not None and _is_peak(c, part)),
         *(Poly.atom(atom) for atom in shift.atoms() if c.rows.is_peak(atom)),
     ]
-    found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
-    if not found:
-        found = _shared_peak(c, form, scale, shift)
+    return [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
+
+
+def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
+    """The peak of the rows, where the shift takes it away times the scale.
+
+    Where rows are put together from pieces, each piece has its own peak, at its own rows.
+    """
+    found = _peaks(c, form, scale, shift) or _shared_peak(c, form, scale, shift)
     if not found:
         return None
     together = all(map(c.rows.is_placed, found))

@@ -18,7 +18,7 @@ from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
-from fx_passes.graph.facts import is_backward, is_float_tensor, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
@@ -27,6 +27,7 @@ from fx_passes.walk.account import Account, Refusal
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.layouts import keep_layouts
+from fx_passes.walk.near import only_one_offset
 from fx_passes.walk.results import (
     SOFTMAX_LABELS,
     Instead,
@@ -126,6 +127,9 @@ class Walk:
         try:
             result = self._apply_rule(node, *operands)
             _check_precision(node, result)
+            if isinstance(result, Form):
+                _check_shape(node, result)
+                only_one_offset(self.context, result)
         except Refused as refused:
             self._refuse(node, str(refused), operands)
             result = None
@@ -304,6 +308,15 @@ def _check_precision(node: Node, result: Result) -> None:
     if dtype_of(form) is not torch.float64:
         given = "float32" if form.x is None else dtype_name(form.x)
         raise Refused(f"it is computed in float64 from {given} values")
+
+
+def _check_shape(node: Node, form: Form) -> None:
+    """The logits are not broadcast over rows: statistics and gradients are of the rows that they have."""
+    shape = shape_of(node)
+    for given in (form.shape, shape_of(form.x) if form.x is not None else shape):
+        pairs = zip(given, shape, strict=False)
+        if len(given) != len(shape) or any(same(a, 1) and not same(b, 1) for a, b in pairs):
+            raise Refused("the logits are broadcast against a larger value")
 
 
 def _is_computed(form: Form, node: Node) -> bool:

@@ -93,7 +93,7 @@ def rows(s: Scratch, *shape: int) -> Node:
 # ---------------------------------------------------------------- the algebra
 
 
-@refused("values over two different logits meet")
+@refused("values over two different logits meet, or what was made of one and is not known")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, other(s))
 
@@ -162,7 +162,24 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("the logits cancel there, and with them NaN and infinities, which would be lost")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.sub.Tensor, s.call(aten.add.Tensor, x, 1.0), x)
+    s.call(aten.sub.Tensor, x, x)
+
+
+@refused("a constant, or a second number per row, is added to logits and may cancel their offset")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.sub.Tensor, x, 1000.0)
+
+
+@refused("a constant, or a second number per row, is added to logits and may cancel their offset")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.sub.Tensor, s.call(aten.sub.Tensor, x, rows(s, 3, 1)), rows(s, 3, 1))
+
+
+@refused("a constant, or a second number per row, is added to logits and may cancel their offset")
+def _(s: Scratch, x: Node) -> None:
+    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
+    beside = s.call(aten.sub.Tensor, x, rows(s, 3, 1))
+    s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), beside)
 
 
 @refused("a number per row cancels there, and with it NaN and infinities, which would be lost")
@@ -238,6 +255,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, s.input("logits", (1, VOCAB)))
 
 
+@refused("the logits are broadcast against a larger value")
+def _(s: Scratch, x: Node) -> None:
+    ones = s.call(aten.full_like.default, x, 1.0)
+    s.call(torch.ops.prims.fma.default, ones, ones, s.input("logits", (1, VOCAB)))
+
+
 # ---------------------------------------------------------------- guards
 
 
@@ -249,7 +272,7 @@ def _(s: Scratch, x: Node) -> None:
 short("a logical operator on a full-vocabulary value", aten.logical_not.default)
 
 
-@refused("where the probability is zero, another value than the limit is put")
+@refused("a mask chooses between two values: the probability is zero")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, zero_mask(s, x), number(s, 1.0), exponential(s, x))
 
@@ -503,6 +526,18 @@ def _(s: Scratch, x: Node) -> None:
 # ---------------------------------------------------------------- the checks
 
 
+def test_numbers_beside_what_has_no_offset() -> None:
+    """Log-probs have none; what fills the other rows is added to nothing."""
+    s = Scratch(torch.float32)
+    x = s.input("logits", (3, VOCAB))
+    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
+    beside = s.call(aten.add.Tensor, s.call(aten.sub.Tensor, shifted, 1.0), rows(s, 3, 1))
+    filled = s.call(aten.where.self, s.input("flags", (3, 1), torch.bool), x, number(s, -1e9))
+    walked = s.walk(beside, filled)
+    assert not walked.refused
+    walked.check()
+
+
 @pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
 def test_refused_in_these_words(text: str, provoke: Provoke) -> None:
     s = Scratch(torch.float32)
@@ -510,6 +545,18 @@ def test_refused_in_these_words(text: str, provoke: Provoke) -> None:
     last = list(s.graph.nodes)[-1]
     walked = s.walk(last)
     assert walked.refused.get(last) == text
+    walked.check()
+
+
+def test_numbers_beside_what_has_no_offset() -> None:
+    """Log-probs have none; what fills the other rows is added to nothing."""
+    s = Scratch(torch.float32)
+    x = s.input("logits", (3, VOCAB))
+    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
+    beside = s.call(aten.add.Tensor, s.call(aten.sub.Tensor, shifted, 1.0), rows(s, 3, 1))
+    filled = s.call(aten.where.self, s.input("flags", (3, 1), torch.bool), x, number(s, -1e9))
+    walked = s.walk(beside, filled)
+    assert not walked.refused
     walked.check()
 
 

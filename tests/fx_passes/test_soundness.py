@@ -734,6 +734,38 @@ def sums_beside_a_given_number_of_nothing(x: Tensor, bound: Tensor) -> Tensor:
     return x.logsumexp(-1).clamp(min=-1.0) + (x - bound[:, None]).sum(-1)
 
 
+@program("precision", lambda: (logits(offset=1000), tokens()))
+def a_constant_near_the_logits(x: Tensor, target: Tensor) -> Tensor:
+    z = x - 1000
+    entropy_of_z = z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)
+    return (z * 0.3).sum(-1) + z.gather(-1, target[:, None])[:, 0] * 0.3 + entropy_of_z
+
+
+@program("precision", lambda: (logits(offset=1000), torch.ones(ROWS, 1, dtype=torch.bool)))
+def a_constant_in_some_rows(x: Tensor, keep: Tensor) -> Tensor:
+    return ((x - keep.float() * 1000) * 0.3).sum(-1) + x.softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000), some().float() * 0.37 + 0.3))
+def two_given_numbers_near_the_logits(x: Tensor, weight: Tensor) -> Tensor:
+    half = torch.full_like(weight, 500.0)
+    z = x - half[:, None] - (half - weight)[:, None]
+    return (z * weight[:, None]).sum(-1) + x.softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
+def a_maximum_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
+    """What is near to the maximum is the number, not the logarithm of the sum."""
+    p = x.softmax(-1)
+    value = (p * x.log_softmax(-1) + p * (x - bound[:, None])).sum(-1)
+    return value.detach() + x.log_softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(6, 4000), logits(6, 4000).detach().mean(-1)))
+def a_given_number_beside_a_part_of_the_maximum(x: Tensor, bound: Tensor) -> Tensor:
+    return (x.log_softmax(-1) * 0.01 + (x - bound[:, None])).mean(-1)
+
+
 # ---------------------------------------------------------------- rows that are given
 
 
