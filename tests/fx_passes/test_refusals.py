@@ -539,28 +539,6 @@ def test_numbers_beside_what_has_no_offset() -> None:
 
 
 @pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
-def test_refused_in_these_words(text: str, provoke: Provoke) -> None:
-    s = Scratch(torch.float32)
-    provoke(s, s.input("logits", (3, VOCAB)))
-    last = list(s.graph.nodes)[-1]
-    walked = s.walk(last)
-    assert walked.refused.get(last) == text
-    walked.check()
-
-
-def test_numbers_beside_what_has_no_offset() -> None:
-    """Log-probs have none; what fills the other rows is added to nothing."""
-    s = Scratch(torch.float32)
-    x = s.input("logits", (3, VOCAB))
-    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
-    beside = s.call(aten.add.Tensor, s.call(aten.sub.Tensor, shifted, 1.0), rows(s, 3, 1))
-    filled = s.call(aten.where.self, s.input("flags", (3, 1), torch.bool), x, number(s, -1e9))
-    walked = s.walk(beside, filled)
-    assert not walked.refused
-    walked.check()
-
-
-@pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
 def test_graph_stays_as_it_was(text: str, provoke: Provoke) -> None:
     s = Scratch(torch.float32)
     x = s.input("logits", (3, VOCAB))
