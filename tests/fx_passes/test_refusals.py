@@ -539,6 +539,16 @@ def test_numbers_beside_what_has_no_offset() -> None:
 
 
 @pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
+def test_refused_in_these_words(text: str, provoke: Provoke) -> None:
+    s = Scratch(torch.float32)
+    provoke(s, s.input("logits", (3, VOCAB)))
+    last = list(s.graph.nodes)[-1]
+    walked = s.walk(last)
+    assert walked.refused.get(last) == text
+    walked.check()
+
+
+@pytest.mark.parametrize(("text", "provoke"), REFUSALS, ids=[text for text, _ in REFUSALS])
 def test_graph_stays_as_it_was(text: str, provoke: Provoke) -> None:
     s = Scratch(torch.float32)
     x = s.input("logits", (3, VOCAB))
