@@ -1043,14 +1043,19 @@ MUTANTS = [
             "    if constant or len(given) > 1 or (given and levels):\n",
         ),
         (
+            "a maximum times a given number is given", "walk/near.py", "test_refusals.py no_offset",
+            "    if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):\n",
+            "    if False:\n",
+        ),
+        (
             "a constant in some rows is no offset", "walk/near.py", "test_soundness.py a_constant_in_some_rows",
-            "    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)\n",
-            "    return not monomial\n",
+            "    return bool(given) or not c.rows.is_placed(form.f)\n",
+            "    return bool(given) or not monomial\n",
         ),
         (
             "what fills other rows is an offset", "walk/near.py", "test_refusals.py no_offset",
-            "    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)\n",
-            "    return not any(map(is_float_tensor, flags))\n",
+            "    return bool(given) or not c.rows.is_placed(form.f)\n",
+            "    return True\n",
         ),
         (
             "logits may be broadcast", "walk/walk.py", "test_refusals.py broadcast",

@@ -54,10 +54,11 @@ def only_one_offset(c: Context, form: Form) -> None:
 
 def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
     """A number that the logits have no part in; where their factor is placed in some rows, it may be for the others."""
-    if any(c.rows.is_given(atom) for atom, _ in monomial):
-        return True
-    flags = (under(atom, VIEWS | CASTS) for atom, _ in monomial if atom not in c.rows.zero_outside)
-    return not any(map(is_float_tensor, flags)) and not c.rows.is_placed(form.f)
+    given = [atom for atom, _ in monomial if c.rows.is_given(atom)]
+    others = {atom for atom, _ in monomial}.difference(given, c.rows.zero_outside)
+    if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):
+        return False
+    return bool(given) or not c.rows.is_placed(form.f)
 
 
 def _peaks(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:

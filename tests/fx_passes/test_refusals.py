@@ -527,13 +527,14 @@ def _(s: Scratch, x: Node) -> None:
 
 
 def test_numbers_beside_what_has_no_offset() -> None:
-    """Log-probs have none; what fills the other rows is added to nothing."""
+    """Log-probs have none, maxima are no given numbers; what fills the other rows is added to nothing."""
     s = Scratch(torch.float32)
     x = s.input("logits", (3, VOCAB))
     shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
     beside = s.call(aten.add.Tensor, s.call(aten.sub.Tensor, shifted, 1.0), rows(s, 3, 1))
+    scaled = s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, rows(s, 3, 1)), x)
     filled = s.call(aten.where.self, s.input("flags", (3, 1), torch.bool), x, number(s, -1e9))
-    walked = s.walk(beside, filled)
+    walked = s.walk(beside, scaled, filled)
     assert not walked.refused
     walked.check()
 
