@@ -1024,28 +1024,38 @@ MUTANTS = [
         ),
         (
             "a constant is no offset", "walk/near.py", "test_soundness.py a_constant_near",
-            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
-            "    if (len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if constant or len(given) > 1 or (given and levels):\n",
+            "    if len(given) > 1 or (given and levels):\n",
         ),
         (
             "two numbers are one offset", "walk/near.py", "test_soundness.py two_given_numbers_near",
-            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
-            "    if (constant or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
+            "    if constant or len(given) > 1 or (given and levels):\n",
+            "    if constant or (given and levels):\n",
         ),
         (
-            "a number beside a part of the maximum is the only offset", "walk/near.py", "test_soundness.py a_part_of_the_maximum",
-            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
-            "    if (constant or len(given) > 1) and not _peaks(c, form, form.f, -form.e):\n",
+            "a number beside a column is the only offset", "walk/near.py", "test_refusals.py second",
+            "    if constant or len(given) > 1 or (given and levels):\n",
+            "    if constant or len(given) > 1:\n",
         ),
         (
             "numbers beside log-probs are offsets", "walk/near.py", "test_refusals.py no_offset",
-            "    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):\n",
-            "    if constant or len(given) > 1 or (given and levels):\n",
+            "    if form.f.is_zero or form.x is None or is_centered(c, form):\n",
+            "    if form.f.is_zero or form.x is None:\n",
         ),
         (
-            "a maximum times a given number is given", "walk/near.py", "test_refusals.py no_offset",
+            "what is made of logits is given", "walk/near.py", "test_refusals.py no_offset",
             "    if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):\n",
             "    if False:\n",
+        ),
+        (
+            "a part of the maximum is an offset", "walk/near.py", "test_soundness.py a_part_of_the_maximum_is_left",
+            "    if any(map(c.rows.is_peak, form.e.atoms())) and not c.rows.is_placed(form.f):\n",
+            "    if False:\n",
+        ),
+        (
+            "maxima of two temperatures are two", "walk/near.py", "test_refusals.py no_offset",
+            "    rest = whole.map_atoms(lambda atom: peaks[0] if atom in peaks else atom)\n",
+            "    rest = whole\n",
         ),
         (
             "a constant in some rows is no offset", "walk/near.py", "test_soundness.py a_constant_in_some_rows",
@@ -1079,7 +1089,7 @@ MUTANTS = [
         ),
         (
             "a sum beside the maximum makes the logits", "rules/reductions.py", "test_unread_statistics.py",
-            "    if taken_away and all(map(c.rows.is_peak, taken_away)):\n",
+            "    if is_centered(c, form):\n",
             "    if False:\n",
         ),
         (
@@ -1089,8 +1099,8 @@ MUTANTS = [
         ),
         (
             "the statistics of some rows are for all", "rules/reductions.py", "test_soundness.py some_rows",
-            "    if taken_away and all(map(c.rows.is_peak, taken_away)):\n",
-            "    if any(map(c.rows.is_peak, taken_away)):\n",
+            "    if is_centered(c, form):\n",
+            "    if any(map(c.rows.is_peak, form.e.atoms())):\n",
         ),
         (
             "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",

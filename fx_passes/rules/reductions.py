@@ -16,7 +16,7 @@ from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.near import affine_center, near
+from fx_passes.walk.near import is_centered, near
 from fx_passes.walk.results import (
     EXPECTED,
     NORMALISER,
@@ -124,8 +124,7 @@ def _affine_sum(c: Context, form: Form) -> Poly:
     """sum_v (e + f x): by the statistics where e takes the maximum away again, else of what the program sums itself."""
     if form.f.is_zero:
         return form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
-    taken_away = affine_center(c, form).center.atoms()
-    if taken_away and all(map(c.rows.is_peak, taken_away)):
+    if is_centered(c, form):
         return form.e * c.vocabulary(form) + c.total(form)
     if form.e.is_zero:
         return Poly.atom(_plain_sum(c, form, form.x)) * form.f

@@ -1,6 +1,7 @@
 """What logits are near to: taken away before they are scaled, so that a common offset costs no digits.
 
-Entry points: `near`, of an exponential; `affine_center`, of what is linear in the logits; `only_one_offset`.
+Entry points: `near`, of an exponential; `affine_center`, `only_one_offset` and `is_centered`, of what is linear in the
+logits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor
 from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.walk.context import Context
+from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -41,15 +43,30 @@ def only_one_offset(c: Context, form: Form) -> None:
     from others, and of several numbers the graph does not show in which order they leave no digits behind; nor
     beside maxima that take a part of the logits away. Where they take all of it, the rest is of their spread.
     """
-    if form.f.is_zero or form.x is None:
+    if form.f.is_zero or form.x is None or is_centered(c, form):
         return
     given = [monomial for monomial in form.e.terms if _is_programs_own(c, form, monomial)]
     constant = any(not any(c.rows.is_given(atom) for atom, _ in monomial) for monomial in given)
     levels = any(c.rows.logits_of(atom) is not None for atom in form.e.atoms())
-    if (constant or len(given) > 1 or (given and levels)) and not _peaks(c, form, form.f, -form.e):
+    if constant or len(given) > 1 or (given and levels):
         raise Refused(
             "a constant, or a second number per row, is added to logits and may cancel their offset"
         )
+    if any(map(c.rows.is_peak, form.e.atoms())) and not c.rows.is_placed(form.f):
+        raise Refused("a part of the maximum is taken away from logits")
+
+
+def is_centered(c: Context, form: Form) -> bool:
+    """Whether `f x + e` takes the maximum away as often as the logits are in it; of all positive scales it is one."""
+    assert form.x is not None
+    root = c.roots.root_of[form.x]
+    peaks = [p for p in form.e.atoms() if c.rows.is_peak(p) and c.rows.logits_of(p) is root]
+    if not peaks:
+        return False
+    whole = form.e + form.f * Poly.atom(peaks[0])
+    rest = whole.map_atoms(lambda atom: peaks[0] if atom in peaks else atom)
+    left = [abs(n) for monomial, n in rest.terms.items() if peaks[0] in dict(monomial)]
+    return max(left, default=0.0) <= ROUNDING * max(map(abs, form.f.terms.values()))
 
 
 def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:

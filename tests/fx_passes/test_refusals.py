@@ -177,9 +177,15 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("a constant, or a second number per row, is added to logits and may cancel their offset")
 def _(s: Scratch, x: Node) -> None:
-    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
-    beside = s.call(aten.sub.Tensor, x, rows(s, 3, 1))
+    shifted = s.call(aten.sub.Tensor, x, rows(s, 3, 1))
+    beside = s.call(aten.sub.Tensor, x, s.call(aten.gather.default, x, -1, hits(s, 3, 1)))
     s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), beside)
+
+
+@refused("a part of the maximum is taken away from logits")
+def _(s: Scratch, x: Node) -> None:
+    shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
+    s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), x)
 
 
 @refused("a number per row cancels there, and with it NaN and infinities, which would be lost")
@@ -527,15 +533,19 @@ def _(s: Scratch, x: Node) -> None:
 
 
 def test_numbers_beside_what_has_no_offset() -> None:
-    """Log-probs have none, maxima are no given numbers; what fills the other rows is added to nothing."""
+    """Log-probs have none, what is made of logits is not given, and what fills other rows is added to nothing."""
     s = Scratch(torch.float32)
     x = s.input("logits", (3, VOCAB))
     shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
     beside = s.call(aten.add.Tensor, s.call(aten.sub.Tensor, shifted, 1.0), rows(s, 3, 1))
-    scaled = s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, rows(s, 3, 1)), x)
+    scaled = s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, rows(s, 3, 1)), shifted)
+    spread = s.call(aten.sub.Tensor, x, s.call(aten.mean.dim, x, [-1], True))
     filled = s.call(aten.where.self, s.input("flags", (3, 1), torch.bool), x, number(s, -1e9))
-    walked = s.walk(beside, scaled, filled)
-    assert not walked.refused
+    cooled = s.call(aten.div.Tensor, x, 0.7)
+    cooled = s.call(aten.sub.Tensor, cooled, s.call(aten.amax.default, cooled, [-1], True))
+    apart = s.call(aten.sub.Tensor, shifted, cooled)
+    walked = s.walk(beside, scaled, filled, spread, apart)
+    assert walked.refused.keys().isdisjoint((beside, scaled, filled, spread, apart))
     walked.check()
 
 

@@ -720,7 +720,8 @@ def sums_of_distances_from_the_mean(x: Tensor, bound: Tensor) -> Tensor:
 @program("precision", lambda: (logits(6, 4000) / 3, torch.zeros(ROWS, 1, dtype=torch.bool)))
 def sums_of_log_probs_in_some_rows(x: Tensor, keep: Tensor) -> Tensor:
     """From these rows no maximum is taken away: beside it their sum would lose digits."""
-    return (x - x.logsumexp(-1, keepdim=True) * keep).sum(-1)
+    shifted = x - x.logsumexp(-1, keepdim=True) * keep
+    return shifted.sum(-1) + torch.where(keep, x.log_softmax(-1), x).sum(-1)
 
 
 @program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
@@ -759,6 +760,12 @@ def a_maximum_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
     p = x.softmax(-1)
     value = (p * x.log_softmax(-1) + p * (x - bound[:, None])).sum(-1)
     return value.detach() + x.log_softmax(-1)[:, 0]
+
+
+@program("precision", lambda: (logits(6, 700), torch.rand(ROWS)))
+def a_part_of_the_maximum_is_left(x: Tensor, weight: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return ((log_p * 0.01 + x) * weight[:, None]).sum(-1) + log_p[:, 1] * 0.1
 
 
 @program("precision", lambda: (logits(6, 4000), logits(6, 4000).detach().mean(-1)))
