@@ -467,8 +467,10 @@ class Judge:
         eps = torch.finfo(getattr(torch, program.spec.dtype)).eps
         for at, each in [*enumerate(self.inputs(program.spec)[:DRAWS])] * MOVES:
             for value in (v.detach() for v in each.arguments if v.is_floating_point()):
-                rounding = eps * (2 * torch.rand(value.shape) - 1).to(value.dtype)
-                value.copy_(torch.where(value == 0, rounding, value * (1 + rounding)))
+                once = [slice(None if stride else 1) for stride in value.stride()]
+                own = value[once]  # of rows that are expanded, the one
+                rounding = eps * (2 * torch.rand(own.shape) - 1).to(own.dtype)
+                own.copy_(torch.where(own == 0, rounding, own * (1 + rounding)))
             moved = self.true(fn, program.spec, each)
             pairs = zip(moved.values().values(), truth[at].values().values(), strict=True)
             for a, b in ((a.double(), b.double()) for a, b in pairs):
