@@ -1018,7 +1018,7 @@ MUTANTS = [
             "",
         ),
         (
-            "constants are in float32", "walk/statistics.py", "test_rules.py (mul or scatter or index_put or sum or gather)",
+            "constants are in float32", "walk/statistics.py", "test_refusals.py constants_in_float64",
             "    return torch.float32 if floating and torch.float64 not in floating else torch.float64\n",
             "    return torch.float64 if torch.float64 in floating else torch.float32\n",
         ),

@@ -571,6 +571,15 @@ def test_graph_stays_as_it_was(text: str, provoke: Provoke) -> None:
     assert described(s) == before
 
 
+def test_constants_in_float64() -> None:
+    s = Scratch(torch.float64)
+    x = s.input("logits", (3, VOCAB), torch.float64)
+    third = s.call(aten.full.default, [3, VOCAB], 1 / 3, dtype=torch.float64, device="cpu")
+    walked = s.walk(s.call(aten.mul.Tensor, third, x))
+    assert not walked.refused
+    walked.check()
+
+
 def test_indexed_by_a_mask() -> None:
     """What is picked has as many elements as the mask has hits: a graph for dynamic sizes only."""
     s = Scratch(torch.float32, dynamic=True)
