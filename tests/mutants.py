@@ -1079,8 +1079,8 @@ MUTANTS = [
         ),
         (
             "one maximum is not that of two temperatures", "walk/near.py", "test_soundness.py columns_at_two",
-            "    found = _peaks(c, form, scale, shift) or _shared_peak(c, form, scale, shift)\n",
-            "    found = _peaks(c, form, scale, shift)\n",
+            "        found = _shared_peak(c, form, scale, shift)\n",
+            "        found = []\n",
         ),
         (
             "a given number is scaled by itself", "walk/near.py", "test_soundness.py columns_beside_a_given",

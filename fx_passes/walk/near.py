@@ -39,9 +39,9 @@ def affine_center(c: Context, form: Form) -> Near:
 def only_one_offset(c: Context, form: Form) -> None:
     """Refuses `f x + e` where more than one thing may take an offset of the logits away.
 
-    A number per row that is given may: it is subtracted before anything else (`near`). A constant is not kept apart
-    from others, and of several numbers the graph does not show in which order they leave no digits behind; nor
-    beside maxima that take a part of the logits away. Where they take all of it, the rest is of their spread.
+    A single number per row that is given is subtracted before anything else (`near`). A constant is refused, as it is
+    scaled with `e`, and so are several numbers: `e` does not say in which order the program subtracts them. Where the
+    maximum is taken away whole, there is no offset left.
     """
     if form.f.is_zero or form.x is None or is_centered(c, form):
         return
@@ -78,8 +78,11 @@ def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
     return bool(given) or not c.rows.is_placed(form.f)
 
 
-def _peaks(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:
-    """The peaks of the rows, of all or of some, that the shift takes away times the scale."""
+def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
+    """The peak of the rows, where the shift takes it away times the scale.
+
+    Where rows are put together from pieces, each piece has its own peak, at its own rows.
+    """
     stats = c.statistics.known(form, scale)
     parts = [Poly({monomial: factor}).over(scale) for monomial, factor in shift.terms.items()]
     wanted = [
@@ -87,15 +90,9 @@ def _peaks(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:
         *(part for part in parts if part is not None and _is_peak(c, part)),
         *(Poly.atom(atom) for atom in shift.atoms() if c.rows.is_peak(atom)),
     ]
-    return [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
-
-
-def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
-    """The peak of the rows, where the shift takes it away times the scale.
-
-    Where rows are put together from pieces, each piece has its own peak, at its own rows.
-    """
-    found = _peaks(c, form, scale, shift) or _shared_peak(c, form, scale, shift)
+    found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
+    if not found:
+        found = _shared_peak(c, form, scale, shift)
     if not found:
         return None
     together = all(map(c.rows.is_placed, found))

@@ -701,7 +701,7 @@ def columns_beside_a_given_number(x: Tensor, target: Tensor, bound: Tensor) -> T
 
 @program("precision", lambda: (logits(offset=1000), logits(seed=5)[:, 0].detach() + 1000))
 def sums_beside_a_given_number(x: Tensor, bound: Tensor) -> Tensor:
-    """The maximum is between the two: by the statistics."""
+    """The number may be near to the logits, of which the maximum takes away one of two."""
     return (x.log_softmax(-1) + (x - bound[:, None])).mean(-1)
 
 
