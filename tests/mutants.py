@@ -707,6 +707,21 @@ MUTANTS = [
             "_SAME_ROWS = RESHAPES | {aten.alias.default, aten.slice.Tensor, aten.transpose.int, aten.permute.default, aten.clone.default}",
         ),
         (
+            "every piece has the first one's weight", "stacks.py", "test_stacks.py weights",
+            "operand, at, index, index + 1)",
+            "operand, at, 0, 1)",
+        ),
+        (
+            "a stack of half precision is summed in it", "stacks.py", "test_stacks.py half_precision",
+            "    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype\n",
+            "    wide = dtype\n",
+        ),
+        (
+            "a reduction over more than the stack", "stacks.py", "test_stacks.py what_stays",
+            "    if dims != [stack.dim]:\n        raise _Stays\n",
+            "",
+        ),
+        (
             "two inputs of one storage", "inplace.py", "test_inplace.py",
             "    if len(owners) > 1:",
             "    if False:",

@@ -24,6 +24,7 @@ from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.row_demand import demand_rows
+from fx_passes.stacks import unstack
 from fx_passes.whole_logits import use_whole_logits
 from slime_compile import ops
 from slime_compile.backend import check_ranks
@@ -122,6 +123,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         if options.lm_head:
             found = linear(graph, options.linear_config()).added_to(found)
         nodes = fused_nodes(graph)
+        if nodes:
+            unstack(graph, options.min_vocab)
         part = describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
             set_region(nodes, record.graph_region(part))

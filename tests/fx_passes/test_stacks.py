@@ -1,0 +1,127 @@
+"""Stacks of full-vocabulary values that are reduced again become arithmetic on their pieces; other stacks stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import slime_compile
+from fx_passes.stacks import unstack
+from tests.support.harness import OPTIONS, VOCAB, no_worse_than_eager
+
+ROWS = 64
+Mixture = Callable[[list[Tensor]], Tensor]
+"""Of log-probs `[N, V]`, one tensor `[N, V]`."""
+
+REDUCED: dict[str, Mixture] = {
+    "logsumexp": lambda p: torch.stack(p).logsumexp(0),
+    "logsumexp, rows first": lambda p: torch.stack(p, 1).logsumexp(1),
+    "logsumexp, dimension kept": lambda p: torch.stack(p, -2).logsumexp(-2, True)[:, 0],
+    "joined by hand": lambda p: torch.cat([each[None] for each in p]).logsumexp(0),
+    "weights of their own": lambda p: (
+        torch.stack(p) + p[0].new_tensor([-1.0, -0.5, 0.25][: len(p)])[:, None, None]
+    ).logsumexp(0),
+    "weights per row": lambda p: (
+        torch.stack(p, 1) * torch.arange(ROWS * len(p)).view(ROWS, len(p), 1)
+    ).sum(1),
+    "sum of probabilities": lambda p: torch.stack(p).exp().sum(0).log(),
+    "mean": lambda p: torch.stack(p).exp().mean(0).log(),
+    "maximum": lambda p: torch.stack(p).amax(0),
+    "minimum": lambda p: torch.stack(p, 1).amin(1),
+    "one of them": lambda p: torch.stack(p)[1] - torch.stack(p)[0],
+    "sums over the vocabulary": lambda p: torch.stack(p).exp().square().sum(-1).sum(0)[:, None],
+    "sums over the vocabulary, kept": lambda p: torch.stack(p, 1).square().sum(-1, True).sum(1),
+    "products of two stacks": lambda p: (torch.stack(p) * torch.stack(p[::-1]).exp()).sum(0),
+    "counted": lambda p: (torch.stack(p) > -4).sum(0) * p[0],
+}
+
+OTHERS: dict[str, Mixture] = {
+    "sorted": lambda p: torch.stack(p).sort(0).values[0],
+    "the maximum and where": lambda p: torch.stack(p).max(0).values,
+    "over the vocabulary, too": lambda p: torch.stack(p).exp().sum((0, 2))[:, None] * p[0],
+    "over rows": lambda p: torch.stack(p, 1).exp().sum(0).amax(0) * p[0],
+    "behind the vocabulary": lambda p: torch.stack(p, -1).amax(-1),
+    "running sum": lambda p: torch.stack(p).cumsum(0)[-1],
+    "over all": lambda p: torch.stack(p).exp().sum() * p[0],
+    "more than a few": lambda p: torch.stack(p * 3).logsumexp(0),
+    "not as large": lambda p: torch.cat([p[0], p[1][:1]]).exp().sum(0, True) * p[0],
+    "rows joined": lambda p: torch.cat(p).exp().sum(0, True) * p[0],
+}
+
+
+def loss_of(mixture: Mixture) -> Callable[..., Tensor]:
+    def loss(*logits: Tensor) -> Tensor:
+        return mixture([x.log_softmax(-1) for x in logits]).square().mean(-1)
+
+    return loss
+
+
+def draw(count: int, dtype: torch.dtype) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(count)
+    made = [(3 * torch.randn(ROWS, VOCAB, generator=drawn)).to(dtype) for _ in range(count)]
+    made[0][0, 3] = made[1][0, 3] = -math.inf  # what all pieces forbid
+    made[1][1, 5] = -math.inf
+    return made
+
+
+def run(fn: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    value = fn(*leaves)
+    return [value.detach(), *torch.autograd.grad(value[2:].sum(), leaves, materialize_grads=True)]
+
+
+def joins(graphs: list[Graph]) -> int:
+    target = torch.ops.aten.cat.default
+    return sum(len(g.find_nodes(op="call_function", target=target)) for g in graphs)
+
+
+def check(mixture: Mixture, given: list[Tensor], inner: str = "aot_eager") -> None:
+    loss = loss_of(mixture)
+    torch._dynamo.reset()
+    fused = torch.compile(loss, backend="slime_fused", options=OPTIONS | {"inner": inner})
+    found = run(fused, given), run(loss, given), run(loss, [x.double() for x in given])
+    for actual, eager, truth in zip(*found, strict=True):
+        no_worse_than_eager(actual, eager, truth, eager.dtype)
+    slime_compile.reports()[-1].assert_fused(max_full_vocabulary=99)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", REDUCED)
+def test_reduced(name: str, count: int, graphs: list[Graph]) -> None:
+    check(REDUCED[name], draw(count, torch.float32))
+    assert not joins(graphs)
+
+
+@pytest.mark.parametrize("target", [torch.sum, torch.mean, torch.amax, torch.amin], ids=str)
+def test_half_precision(target: Callable[[Tensor, int], Tensor]) -> None:
+    """Pieces are summed in float32, as in a reduction: 256 + 1 + 1 is 258, not 256."""
+
+    def program(*pieces: Tensor) -> Tensor:
+        return target(torch.cat([piece[None] for piece in pieces]), 0)
+
+    pieces = [torch.full([1, VOCAB], number, dtype=torch.bfloat16) for number in (256, 1, 1)]
+    module = make_fx(program, tracing_mode="fake")(*pieces)
+    assert unstack(module.graph, VOCAB) == 1
+    module.recompile()
+    assert torch.equal(module(*pieces), program(*pieces))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_stays(name: str, graphs: list[Graph]) -> None:
+    check(OTHERS[name], draw(2, torch.float32))
+    assert joins(graphs)
+
+
+def test_nothing_fused_nothing_changed(graphs: list[Graph]) -> None:
+    def loss(x: Tensor, z: Tensor) -> Tensor:
+        return torch.stack([x.sin(), z.cos()]).logsumexp(0)
+
+    torch._dynamo.reset()
+    torch.compile(loss, backend="slime_fused", options=OPTIONS)(*draw(2, torch.float32))
+    assert joins(graphs)
