@@ -722,6 +722,11 @@ MUTANTS = [
             "",
         ),
         (
+            "rows are moved behind selections' operands only", "row_demand/rewrite.py", "test_row_demand.py asked_for_behind",
+            "    moves = region.inner.keys() - region.points\n",
+            "    moves = region.takes\n",
+        ),
+        (
             "two inputs of one storage", "inplace.py", "test_inplace.py",
             "    if len(owners) > 1:",
             "    if False:",

@@ -25,7 +25,8 @@ def place_of(region: Region) -> Node | None:
     That is the matmul where it can be: autocast is switched on and off around it.
     """
     head = region.head.node
-    needed = {each for node in region.takes for each in node.all_input_nodes if each not in region}
+    moves = region.inner.keys() - region.points
+    needed = {each for node in moves for each in node.all_input_nodes if each not in region}
     last = max([head, *(node for node in needed if node.op != "placeholder")])
     between = [node for node in head.graph.nodes if head < node <= last]
     switched = any("autocast" in getattr(node.target, "__name__", "") for node in between)

@@ -138,8 +138,8 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
         planned = copied(gm.graph)
         run_inplace(planned, donated_inputs(planned), options, record)
         set_region(nodes, record.placements_region())
-        keep_saved(gm.graph, options)
         gm.recompile()
+    keep_saved(options, record)
     return _Backward(gm, places)
 
 

@@ -50,7 +50,7 @@ def compile_interpreted(
 
     def backward(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
         run_inplace(gm.graph, donated_inputs(gm.graph), options, record)
-        keep_saved(gm.graph, options)
+        keep_saved(options, record)
         gm.recompile()
         return _interpreted(gm)
 

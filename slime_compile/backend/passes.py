@@ -42,9 +42,11 @@ log = logging.getLogger(__name__)
 #
 # NOTE [No donated inputs]
 # What is donated may be overwritten by any kernel, so torch refuses retain_graph=True wherever it has donated
-# something, be it a number per row. Where the fused operators are in a backward graph, nothing is donated: the logits,
-# which are all that matters, are overwritten by an operator that sees when it runs whether the graph is retained. (Not
-# where inductor records CUDA graphs, in which no operator is asked a second time.)
+# something, be it a number per row; it donates nothing to a backward that it compiles at a first run which retains the
+# graph, and ours are compiled before any run. So nothing is donated: the logits, which are all that matters, are
+# overwritten by an operator that sees when it runs whether the graph is retained. Not where inductor records CUDA
+# graphs, in which no operator is asked a second time; nor where the gradient of an lm_head was taken in forward: there
+# what is saved is as large as the weight, and backward scales it in place.
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
@@ -102,10 +104,15 @@ def _guarded(
 
 
 def copied(graph: Graph) -> Graph:
+    """As torch copies it, and with what Dynamo writes on nodes beside their `meta`: where a symbolic size is from."""
     made = Graph()
-    output = made.graph_copy(graph, val_map={}, return_output_node=True)
+    copies: dict[Node, Node] = {}
+    output = made.graph_copy(graph, val_map=copies, return_output_node=True)
     assert isinstance(output, tuple), graph
     made.output(output[0]).meta = dict(output[1].meta)
+    for node, copy in copies.items():
+        for name in vars(node).keys() - vars(copy).keys():
+            setattr(copy, name, getattr(node, name))
     made.set_codegen(graph._codegen)
     return made
 
@@ -123,6 +130,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         if options.lm_head:
             found = linear(graph, options.linear_config()).added_to(found)
         nodes = fused_nodes(graph)
+        record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
         if nodes:
             unstack(graph, options.min_vocab)
         part = describe(graph, found, len(nodes), options.min_vocab)
@@ -205,10 +213,10 @@ def recorded(options: Options) -> bool:
     return options.inner == "inductor" and bool(inductor_config.triton.cudagraphs)
 
 
-def keep_saved(graph: Graph, options: Options) -> None:
-    """Takes back what torch has donated to a backward graph of ours: see NOTE [No donated inputs]."""
+def keep_saved(options: Options, record: Record) -> None:
+    """Takes back what torch has donated to the backward graph that is compiled: see NOTE [No donated inputs]."""
     metadata = _metadata()
-    if metadata is not None and fused_nodes(graph) and not recorded(options):
+    if metadata is not None and not record.grad_in_forward and not recorded(options):
         metadata.bw_donated_idxs = []
 
 

@@ -46,6 +46,7 @@ class Record:
         ended_by: the graph break after this graph.
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
+        grad_in_forward: forward takes a gradient with respect to an lm_head's operands.
         cached_as: the identities under which its code counts its calls.
     """
 
@@ -68,6 +69,7 @@ class Record:
         self.ended_by = ended_by
         self.compile_id = compile_id
         self.has_vocabulary = has_vocabulary
+        self.grad_in_forward = False
         self.called = False
         self.cached_as = {identity}
         self._parts: list[GraphReport] = []

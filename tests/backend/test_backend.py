@@ -182,6 +182,22 @@ def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert "the fusing pass failed: ZeroDivisionError" in str(last_report())
 
 
+def test_a_pass_that_fails_on_dynamos_graph_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any sizes: Dynamo writes on a node of a symbolic size where it comes from, and asks for it."""
+
+    def demand_rows(graph: Graph, min_vocab: int) -> None:
+        raise ZeroDivisionError("the test's own")
+
+    monkeypatch.setattr(passes, "demand_rows", demand_rows)
+    torch._dynamo.reset()
+    fn = torch.compile(log_probs, backend="slime_fused", dynamic=True, options=INTERPRETED)
+    check_against_eager(fn)
+    assert "moving selections of rows failed: ZeroDivisionError" in str(last_report())
+    assert last_report().fused == 2
+
+
 @pytest.mark.usefixtures("failing_pass")
 def test_a_failing_pass_raises_under_strict() -> None:
     with pytest.raises(Exception, match="the test's own"):
@@ -203,6 +219,30 @@ def test_retain_graph(consume: Any, donated: bool) -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     expected = torch.autograd.grad(log_probs(logits, target), logits, grad)
     torch.testing.assert_close(second, expected)
+
+
+def softmaxes_of_two_rows(logits: Tensor) -> Tensor:
+    probs = logits.softmax(-1)
+    return (probs * probs.roll(1, 0)).sum()  # which is not fused
+
+
+def one_value_per_row(logits: Tensor) -> Tensor:
+    return (torch.tanh(logits).logsumexp(-1) + logits.sigmoid().sum(-1)).sum()
+
+
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize("loss", [softmaxes_of_two_rows, one_value_per_row])
+def test_retain_graph_without_a_gradient_of_ours(
+    loss: Callable[[Tensor], Tensor], inner: str
+) -> None:
+    logits = data()[0]
+    out = torch.compile(loss, backend="slime_fused", options={"inner": inner})(logits)
+    first = torch.autograd.grad(out, logits, retain_graph=True)
+    second = torch.autograd.grad(out, logits)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(second, torch.autograd.grad(loss(logits), logits))
 
 
 # ---- mode, and the user's own passes ------------------------------------------------------------------------------

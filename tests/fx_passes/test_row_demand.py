@@ -234,6 +234,26 @@ def test_moved_with_any_sizes(fn: Loss, graphs: list[Graph]) -> None:
     assert not full_logits(graphs[-1])
 
 
+def test_sizes_that_are_asked_for_behind_hidden(graphs: list[Graph]) -> None:
+    """The rows are moved behind what they are moved by, be it the size of a view that leaves none out."""
+
+    def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        flat = F.linear(hidden.flatten(0, 1), weight)
+        logits = flat.view(*hidden.shape[:2], -1)[1:]
+        return torch.stack([F.cross_entropy(each, target) for each in logits.log_softmax(-1)])
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, HIDDEN, generator=draw).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw).requires_grad_()
+    found = [
+        torch.autograd.grad(loss(hidden, weight, torch.arange(5)).sum(), (hidden, weight))
+        for loss in (compiled(fn, dynamic=True), fn)
+    ]
+    torch.testing.assert_close(*found)
+    assert len(told(last_report())) == 1
+    assert not full_logits(graphs[-1])
+
+
 def test_rows_by_a_symbolic_bound(graphs: list[Graph]) -> None:
     def fn(hidden: Tensor, weight: Tensor, target: Tensor, kept: int) -> Outputs:
         return values_of((hidden @ weight.t())[-kept:], target[-kept:])
