@@ -43,7 +43,7 @@ def row_form(operand: Operand) -> Form:
         return operand
     if isinstance(operand, Mask):
         raise Refused("rows of a full-vocabulary mask are moved")
-    raise Refused("full-vocabulary rows meet a value that no logits are in")
+    raise Refused("full-vocabulary rows meet a value that no logits are in, or that is not known")
 
 
 def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: Move) -> Form:
@@ -362,10 +362,10 @@ def t(c: Context, node: Node, operand: Operand) -> Result:
 
 def roll(c: Context, form: Form, indices: Sequence[Operand]) -> Form:
     """index with `fmod(iota + k, n)` in one leading dimension: a roll by -k."""
-    dims = [dim for dim, index in enumerate(indices) if index is not None]
-    if len(dims) != 1 or dims[0] == form.vdim:
-        raise Refused("rows are picked by an index")
-    (dim,), size = dims, form.shape[dims[0]]
+    (dim,) = (dim for dim, index in enumerate(indices) if index is not None)
+    if dim == form.vdim:
+        raise Refused("columns are picked by an index that is the same for all rows")
+    size = form.shape[dim]
     shift = rolled_by(indices[dim], size)
     if shift is None or not isinstance(size, int) or not size:
         raise Refused("rows are picked by an index")

@@ -284,10 +284,13 @@ def _in_mode(compute: Callable[[], Tensor], grad: bool) -> Tensor:
 def _once(compute: Callable[[], Tensor], grad: bool) -> Tensor:
     """In the gradient mode of the line that was deferred, and with its own saved tensors.
 
-    Where the reader is inside a checkpoint, what is kept must not be part of it: it is computed only once.
+    Where the reader is inside a checkpoint, what is kept must not be part of it: it is computed only once. Nor is it a
+    tensor of inference mode, which autograd would refuse afterwards.
     """
     with ExitStack() as stack:
         contexts: list[AbstractContextManager[Any]] = [torch.set_grad_enabled(grad)]
+        if torch.is_inference_mode_enabled():
+            contexts.insert(0, torch.inference_mode(False))
         if grad:
             contexts.append(saved_tensors_hooks(_same, _same))
         for each in contexts:

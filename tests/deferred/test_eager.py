@@ -112,16 +112,18 @@ def test_losses(loss: Callable[..., Tensor], tokens: Tensor) -> None:
     same(gradients(model, lambda: loss(model(tokens), tokens)), want)
 
 
-def test_without_gradient_first(tokens: Tensor) -> None:
-    """A metric under no_grad computes what the loss then trains."""
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradient_first(mode: Callable[[], Any], tokens: Tensor) -> None:
+    """A metric computes what the loss then trains."""
     model = Model()
     want = gradients(model, lambda: model(tokens).logsumexp(-1).mean())
     defer_logits(model)
 
     def step() -> Tensor:
         logits = model(tokens)
-        with torch.no_grad():
+        with mode():
             assert not logits.exp().requires_grad
+            assert not (logits / 2).argmax(-1).requires_grad
         return logits.logsumexp(-1).mean()
 
     same(gradients(model, step), want)
@@ -132,7 +134,9 @@ def test_inference_mode(tokens: Tensor) -> None:
     defer_logits(model)
     with torch.inference_mode():
         logits = model(tokens)
+        want = (logits / 2).exp()
     assert not logits.exp().requires_grad
+    same((logits / 2).exp(), want)
 
 
 def test_autocast_is_that_of_the_head(tokens: Tensor) -> None:

@@ -394,6 +394,11 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.index.Tensor, x, [hits(s, 2)])
 
 
+@refused("columns are picked by an index that is the same for all rows")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.index.Tensor, x, [None, hits(s, 3)])
+
+
 @refused("a full-vocabulary value is written by index")
 def _(s: Scratch, x: Node) -> None:
     zeros = s.input("rows", (3,))
@@ -482,7 +487,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.view.default, zero_mask(s, x), [1, 3, VOCAB])
 
 
-@refused("full-vocabulary rows meet a value that no logits are in")
+@refused("full-vocabulary rows meet a value that no logits are in, or that is not known")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, [x, rows(s, 3, 2)], 1)
 
