@@ -727,6 +727,21 @@ MUTANTS = [
             "    moves = region.takes\n",
         ),
         (
+            "a view reads what was written elsewhere", "graph/operators.py", "test_small_programs.py changed",
+            " or _where(whole, 2) != _where(node, 1):",
+            ":",
+        ),
+        (
+            "a write replaces one that was elsewhere", "graph/operators.py", "test_small_programs.py changed",
+            " and _where(base, 2) == _where(node, 2):",
+            ":",
+        ),
+        (
+            "a copy in another precision is what was copied", "graph/operators.py", "graph/test_operators.py",
+            "        if below is None or value(below).dtype != value(found).dtype:",
+            "        if below is None:",
+        ),
+        (
             "two inputs of one storage", "inplace.py", "test_inplace.py",
             "    if len(owners) > 1:",
             "    if False:",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.graph.facts import ranks_of, same_shape, shape_of
+from fx_passes.graph.facts import ranks_of, same_shape, shape_of, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -127,3 +127,44 @@ def same_value(node: Node) -> Node | None:
         if reduce.target is c10d.all_reduce.default and ranks_of(reduce.args[2]) == 1:
             return reduce.all_input_nodes[0]
     return None
+
+
+_WRITTEN: dict[Target, Target] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+"""A view, and the operator that writes through it."""
+
+
+def read_back(node: Node) -> Node | None:
+    """What was written just where the view `node` reads: a program changes a tensor through it, and reads it again."""
+    if node.target not in _WRITTEN:
+        return None
+    whole = _first_with_value(node.args[0])
+    if whole.target is not _WRITTEN[node.target] or _where(whole, 2) != _where(node, 1):
+        return None
+    return whole.args[1]  # type: ignore[return-value]
+
+
+def written_over(node: Node) -> Node | None:
+    """What the write `node` is over, without earlier writes to the same place; None for anything else."""
+    if node.target not in _WRITTEN.values():
+        return None
+    base = _first_with_value(node.args[0])
+    while base.target is node.target and _where(base, 2) == _where(node, 2):
+        base = _first_with_value(base.args[0])
+    return base
+
+
+def _where(node: Node, first: int) -> tuple[Any, ...]:
+    return node.args[first:], node.kwargs
+
+
+def _first_with_value(node: Any) -> Node:
+    """Under copies, and views of what was written through them."""
+    found: Node = node
+    while True:
+        below = same_value(found) or read_back(found)
+        if below is None or value(below).dtype != value(found).dtype:
+            return found
+        found = below

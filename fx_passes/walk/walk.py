@@ -19,7 +19,16 @@ from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import CASTS, COMPARISONS, SAME_VALUE, VIEWS, WHOLE_VIEWS, Target
+from fx_passes.graph.operators import (
+    CASTS,
+    COMPARISONS,
+    SAME_VALUE,
+    VIEWS,
+    WHOLE_VIEWS,
+    Target,
+    read_back,
+    written_over,
+)
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
@@ -122,8 +131,12 @@ class Walk:
             return node
         if node.op != "call_function" or node in self.barriers:
             return self._plain(node)
-        read = self.context.read
-        operands = (read(node.args), {key: read(arg) for key, arg in node.kwargs.items()})
+        written = read_back(node)
+        if written is not None and self._are_over_one_root(written, node.args[0]):
+            return self.context.values[written]
+        read, base = self.context.read, written_over(node)
+        args = node.args if base is None else (base, *node.args[1:])
+        operands = (read(args), {key: read(arg) for key, arg in node.kwargs.items()})
         try:
             result = self._apply_rule(node, *operands)
             _check_precision(node, result)
@@ -134,6 +147,11 @@ class Walk:
             self._refuse(node, str(refused), operands)
             result = None
         return self._plain(node) if result is None else self._record(node, result)
+
+    def _are_over_one_root(self, written: Node, whole: Any) -> bool:
+        """Else what was written into has become logits of its own, and `written` is a part of these."""
+        both = isinstance(self.context.values[written], Form) and self.root(written) is not None
+        return both and self.root(written) is self.root(whole)
 
     def _apply_rule(self, node: Node, args: Any, kwargs: Any) -> Result:
         rule = self.tables.rules.get(node.target)
