@@ -1,6 +1,6 @@
 """Full-vocabulary values that are stacked and reduced over the stack again: element by element.
 
-Entry point: `unstack`, on the joint graph after `fuse`. `torch.logsumexp(torch.stack([a, b]), 0)`, a usual spelling of
+Entry point: `unstack`, on the joint graph before `fuse`. `torch.logsumexp(torch.stack([a, b]), 0)`, a usual spelling of
 the logarithm of a mixture, writes both values to memory, and backward reads them again. As arithmetic on `a` and `b` it
 is element-wise code, which the compiler fuses with what is around, and which backward computes again.
 """
@@ -51,7 +51,7 @@ def unstack(graph: Graph, min_vocab: int) -> int:
     """Does what is done to stacks of up to `MAX_PIECES` full-vocabulary values, `[..., V]`, to their pieces.
 
     Args:
-        graph: a functional ATen graph with fake values, as `fuse` left it.
+        graph: a functional ATen graph with fake values, decomposed.
         min_vocab: the smallest last dimension that is taken for a vocabulary.
 
     Returns:
@@ -116,9 +116,9 @@ def _piece_by_piece(
         pieces: Any = join.args[0]
         dim = _join_dim(join)
         return Stack(dim, tuple(pieces)) if same(shape_of(pieces[0])[dim], 1) else None
-    first: Any = node.args[0]
-    if first is join and join not in stacks:
+    if join in node.all_input_nodes and join not in stacks:
         return _viewed(emit, node, join)
+    first: Any = node.args[0]
     if node.target is aten.select.int:
         return _selected(emit, node, stacks[first])
     if node.target is aten.slice.Tensor:
@@ -135,7 +135,7 @@ def _viewed(emit: Emitter, node: Node, join: Node) -> Stack:
     pieces: Any = join.args[0]
     dim, shape = _join_dim(join), shape_of(pieces[0])
     if node.target not in (aten.view.default, aten.reshape.default):
-        raise _Stays
+        raise _Stays  # which reads the join itself
     if not same_shape(shape_of(node), (*shape[:dim], len(pieces), *shape[dim:])):
         raise _Stays
     return Stack(dim, tuple(emit.call(aten.unsqueeze.default, piece, dim) for piece in pieces))

@@ -126,13 +126,12 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
 
     def edit() -> None:
         _trace("slime_fused_before", graph)
+        unstack(graph, options.min_vocab)
         found = fx_passes.fuse(graph, options.fuse_config())
         if options.lm_head:
             found = linear(graph, options.linear_config()).added_to(found)
         nodes = fused_nodes(graph)
         record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
-        if nodes:
-            unstack(graph, options.min_vocab)
         part = describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
             set_region(nodes, record.graph_region(part))

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import slime_compile
 from fx_passes.stacks import unstack
 from tests.support.harness import OPTIONS, VOCAB, no_worse_than_eager
 
@@ -37,7 +36,7 @@ REDUCED: dict[str, Mixture] = {
     "one of them": lambda p: torch.stack(p)[1] - torch.stack(p)[0],
     "sums over the vocabulary": lambda p: torch.stack(p).exp().square().sum(-1).sum(0)[:, None],
     "sums over the vocabulary, kept": lambda p: torch.stack(p, 1).square().sum(-1, True).sum(1),
-    "products of two stacks": lambda p: (torch.stack(p) * torch.stack(p[::-1]).exp()).sum(0),
+    "products of two stacks": lambda p: (torch.stack(p) * torch.stack(p[::-1])).sum(0),
     "counted": lambda p: (torch.stack(p) > -4).sum(0) * p[0],
 }
 
@@ -62,9 +61,9 @@ def loss_of(mixture: Mixture) -> Callable[..., Tensor]:
     return loss
 
 
-def draw(count: int, dtype: torch.dtype) -> list[Tensor]:
-    drawn = torch.Generator().manual_seed(count)
-    made = [(3 * torch.randn(ROWS, VOCAB, generator=drawn)).to(dtype) for _ in range(count)]
+def draw(count: int, seed: int = 0) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    made = [3 * torch.randn(ROWS, VOCAB, generator=drawn) for _ in range(count)]
     made[0][0, 3] = made[1][0, 3] = -math.inf  # what all pieces forbid
     made[1][1, 5] = -math.inf
     return made
@@ -78,32 +77,37 @@ def run(fn: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
 
 def joins(graphs: list[Graph]) -> int:
     target = torch.ops.aten.cat.default
-    return sum(len(g.find_nodes(op="call_function", target=target)) for g in graphs)
+    found = [n for g in graphs for n in g.find_nodes(op="call_function", target=target)]
+    return sum(VOCAB in node.all_input_nodes[0].meta["val"].shape for node in found)
 
 
-def check(mixture: Mixture, given: list[Tensor], inner: str = "aot_eager") -> None:
+def check(mixture: Mixture, count: int) -> None:
+    """As near to the truth as eager code is in any of several draws."""
     loss = loss_of(mixture)
     torch._dynamo.reset()
-    fused = torch.compile(loss, backend="slime_fused", options=OPTIONS | {"inner": inner})
-    found = run(fused, given), run(loss, given), run(loss, [x.double() for x in given])
-    for actual, eager, truth in zip(*found, strict=True):
-        no_worse_than_eager(actual, eager, truth, eager.dtype)
-    slime_compile.reports()[-1].assert_fused(max_full_vocabulary=99)
+    fused = torch.compile(loss, backend="slime_fused", options=OPTIONS)
+    drawn = [draw(count, seed) for seed in range(8)]
+    eager = [run(loss, given) for given in drawn]
+    truth = [run(loss, [x.double() for x in given]) for given in drawn]
+    for at, actual in enumerate(run(fused, drawn[0])):
+        errors = torch.cat([(e[at] - t[at]).flatten() for e, t in zip(eager, truth, strict=True)])
+        usual = errors[errors.isfinite()].abs()
+        no_worse_than_eager(actual, eager[0][at], truth[0][at], torch.float32, more_errors=usual)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced(name: str, count: int, graphs: list[Graph]) -> None:
-    check(REDUCED[name], draw(count, torch.float32))
+    check(REDUCED[name], count)
     assert not joins(graphs)
 
 
-@pytest.mark.parametrize("target", [torch.sum, torch.mean, torch.amax, torch.amin], ids=str)
-def test_half_precision(target: Callable[[Tensor, int], Tensor]) -> None:
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin"])
+def test_half_precision(name: str) -> None:
     """Pieces are summed in float32, as in a reduction: 256 + 1 + 1 is 258, not 256."""
 
     def program(*pieces: Tensor) -> Tensor:
-        return target(torch.cat([piece[None] for piece in pieces]), 0)
+        return getattr(torch.cat([piece[None] for piece in pieces]), name)(0)
 
     pieces = [torch.full([1, VOCAB], number, dtype=torch.bfloat16) for number in (256, 1, 1)]
     module = make_fx(program, tracing_mode="fake")(*pieces)
@@ -114,14 +118,22 @@ def test_half_precision(target: Callable[[Tensor, int], Tensor]) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_stays(name: str, graphs: list[Graph]) -> None:
-    check(OTHERS[name], draw(2, torch.float32))
+    check(OTHERS[name], 2)
     assert joins(graphs)
 
 
-def test_nothing_fused_nothing_changed(graphs: list[Graph]) -> None:
+def test_without_logits(graphs: list[Graph]) -> None:
+    """Stacks of anything that is as wide as a vocabulary; of nothing else."""
+
     def loss(x: Tensor, z: Tensor) -> Tensor:
         return torch.stack([x.sin(), z.cos()]).logsumexp(0)
 
-    torch._dynamo.reset()
-    torch.compile(loss, backend="slime_fused", options=OPTIONS)(*draw(2, torch.float32))
-    assert joins(graphs)
+    fn = torch.compile(loss, backend="slime_fused", options=OPTIONS)
+    for count, columns in ((0, VOCAB), (1, VOCAB // 2)):
+        torch._dynamo.reset()
+        graphs.clear()
+        given = [each[2:, :columns] for each in draw(2)]
+        torch.testing.assert_close(fn(*given), loss(*given))
+        (graph,) = graphs
+        target = torch.ops.aten.cat.default
+        assert len(graph.find_nodes(op="call_function", target=target)) == count
