@@ -316,9 +316,14 @@ MUTANTS = [
             "    return plus_column(c, form, index, weight)",
         ),
         (
-            "an overwritten column may cancel", "walk/columns.py", "test_soundness.py precision",
-            "(written - there) * hit, replaces=bool(form.exps))",
-            "(written - there) * hit)",
+            "an overwritten column may cancel", "walk/walk.py", "test_soundness.py precision",
+            "                only_with_its_columns(self.context, result)\n",
+            "",
+        ),
+        (
+            "a column that may be missed is left", "walk/columns.py", "test_soundness.py precision",
+            "        left = there + _in_rows(c, _meant(c, hot.weight))",
+            "        left = there + _meant(c, hot.weight)",
         ),
         (
             "an index with fewer rows is written to all", "rules/columns.py", "test_small_programs.py right and (overwritten)",
@@ -379,11 +384,6 @@ MUTANTS = [
             "weights of several columns are not summed", "rules/reductions.py", "test_soundness.py repeat",
             "    if same(shape_of(index)[form.vdim], 1):",
             "    if True:",
-        ),
-        (
-            "a softmax without a column is summed", "rules/reductions.py", "test_soundness.py precision",
-            "    if form.exps and any(hot.replaces for hot in form.hots):",
-            "    if False:",
         ),
         (
             "a clamped value is summed", "rules/reductions.py", "test_small_programs.py right and (clamped and scaled)",

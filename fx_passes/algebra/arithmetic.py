@@ -129,7 +129,6 @@ def _both(index: tuple[Node, ...], one: OneHot, other: OneHot, extent: Extent | 
         index,
         one.weight + other.weight,
         extent,
-        replaces=one.replaces or other.replaces,
         multiplied=one.multiplied or other.multiplied,
     )
 

@@ -52,14 +52,12 @@ class Exp:
 class OneHot:
     """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension.
 
-    `replaces`: the weight takes away what was at the column, so that a sum over the vocabulary would cancel.
     `multiplied`: a value of the logits times a column mask; at other columns it is 0 only where the row is not NaN.
     """
 
     index: tuple[Node, ...]
     weight: Poly
     extent: Extent | None = None
-    replaces: bool = False
     multiplied: bool = False
 
 

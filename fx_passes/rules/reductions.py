@@ -108,8 +108,6 @@ def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
     """sum_v W: exponentials by their statistics, the affine part by the total, columns by their weights."""
     only_known(form)
     only_unclamped(form)
-    if form.exps and any(hot.replaces for hot in form.hots):
-        raise Refused("a softmax without one of its columns is summed, which would cancel")
     total, label = ZERO, "row value"
     for term in form.exps:
         total += _exp_sum(c, form, term)

@@ -20,6 +20,9 @@ from fx_passes.walk.statistics import dtype_of
 aten = torch.ops.aten
 
 
+_LEAST = 0.1
+"""Of an exponential that is left at a column; where less is, its rounding counts."""
+
 LARGE = 1e2
 """Beside larger constants a number that is written is not as exact as it was."""
 
@@ -63,9 +66,9 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     return result
 
 
-def plus_column(c: Context, form: Form, index: Node, weight: Poly, replaces: bool = False) -> Form:
+def plus_column(c: Context, form: Form, index: Node, weight: Poly) -> Form:
     """W + [v == index] * weight."""
-    hot = OneHot((index,), weight, replaces=replaces)
+    hot = OneHot((index,), weight)
     return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 
 
@@ -83,7 +86,40 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
     beside = form.exps and not (written.is_zero or cancels)
     if beside or (form.is_row and form.e.exceeds(LARGE)):
         raise Refused("a number is written beside larger ones, in which it would be lost")
-    return plus_column(c, form, index, (written - there) * hit, replaces=bool(form.exps))
+    return plus_column(c, form, index, (written - there) * hit)
+
+
+def only_with_its_columns(c: Context, form: Form) -> None:
+    """Refuses exponentials that a one-hot term takes out at its column: what is left is rounded there as they are.
+
+    The others may be far smaller: `1 - p` of a probability near one is not the sum of the others.
+    """
+    exponentials = Form(form.shape, form.vdim, form.x, form.exps)
+    for hot in form.hots if form.exps else ():
+        there = _in_rows(c, column(c, exponentials, hot.index))
+        left = there + _in_rows(c, _meant(c, hot.weight))
+        if all(abs(left.terms.get(each, 0.0)) < _LEAST * abs(n) for each, n in there.terms.items()):
+            raise Refused("a softmax is taken without one of its columns, which would cancel")
+
+
+def _meant(c: Context, poly: Poly) -> Poly:
+    """With the meaning of each factor in its place: `p - 1`, which is written, say."""
+    result = ZERO
+    for monomial, number in poly.terms.items():
+        term = Poly.number(number)
+        for atom, power in monomial:
+            term = term * (c.rows.meaning(atom) if power == 1 else Poly({((atom, power),): 1.0}))
+        result += term
+    return result
+
+
+def _in_rows(c: Context, poly: Poly) -> Poly:
+    """In the rows that its masks leave."""
+    result = ZERO
+    for monomial, number in poly.terms.items():
+        kept = tuple(each for each in monomial if each[0] not in c.rows.zero_outside)
+        result += Poly({kept: number})
+    return result
 
 
 def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:

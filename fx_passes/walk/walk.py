@@ -33,6 +33,7 @@ from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
+from fx_passes.walk.columns import only_with_its_columns
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.layouts import keep_layouts
@@ -143,6 +144,7 @@ class Walk:
             if isinstance(result, Form):
                 _check_shape(node, result)
                 only_one_offset(self.context, result)
+                only_with_its_columns(self.context, result)
         except Refused as refused:
             self._refuse(node, str(refused), operands)
             result = None

@@ -463,6 +463,36 @@ def without_the_target_by_where(x: Tensor, target: Tensor) -> Tensor:
     return torch.where(mask, 0.0, x.softmax(-1)).sum(-1).log()
 
 
+def near_one() -> Made:
+    x = with_values(logits(), r0c3=40.0, r2c1=60.0)
+    return x, torch.tensor([3, 1, 1, 0, 5, 6]), torch.linspace(0.5, 2.0, ROWS)
+
+
+@program("precision", near_one)
+def all_but_the_target(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """`1 - p` of a probability near one is not the sum of the others."""
+    return (x.softmax(-1) * (1 - F.one_hot(target, VOCAB))).sum(-1).log()
+
+
+@program("precision", near_one)
+def all_but_the_target_by_a_weight(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    mask = torch.arange(VOCAB) == target[:, None]
+    return (x.softmax(-1) * torch.where(mask, 0.0, weight[:, None])).sum(-1).log()
+
+
+@program("precision", near_one)
+def a_softmax_less_its_target(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return (p - p * F.one_hot(target, VOCAB)).sum(-1).log()
+
+
+@program("precision", near_one)
+def without_the_target_beside_a_normaliser(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Its gradient takes the target out of a softmax, too."""
+    rest = x.softmax(-1).scatter(-1, target[:, None], 0.0).sum(-1).log()
+    return rest + 0.5 * x.logsumexp(-1)
+
+
 @program(
     "precision", lambda: (torch.full((ROWS, 1), 1 / 3, dtype=torch.float64, requires_grad=True),)
 )

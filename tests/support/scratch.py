@@ -387,7 +387,7 @@ class Walked:
         """
         said, known = self.said(node), self.walk.context.values
         read = [known.get(each) for each in (node, *node.all_input_nodes)]
-        replaced = any(hot.replaces for f in read if isinstance(f, Form) for hot in f.hots)
+        replaced = any(isinstance(form, Form) and form.exps and form.hots for form in read)
         over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
         # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
         by_zero = (found.isnan() | want.isnan()) & torch.tensor(lost)
