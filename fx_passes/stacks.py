@@ -84,8 +84,6 @@ def _join_dim(node: Node) -> int:
 
 
 def _unstack(graph: Graph, join: Node, emit: Emitter) -> bool:
-    for node in graph.nodes:
-        emit.adopt(node)
     stacks: dict[Node, Stack] = {}
     instead: dict[Node, Node] = {}
     region = descendants([join])
@@ -122,7 +120,7 @@ def _piece_by_piece(
     if node.target is aten.select.int:
         return _selected(emit, node, stacks[first])
     if node.target is aten.slice.Tensor:
-        return _sliced(node, stacks[first])
+        return _sliced(emit, node, stacks[first])
     if node.target in _TOGETHER:
         return _reduced(emit, node, stacks[first])
     if is_elementwise(node):
@@ -145,15 +143,20 @@ def _selected(emit: Emitter, node: Node, stack: Stack) -> Node:
     _, dim, index = node.args
     if dim % rank_of(stack.pieces[0]) != stack.dim or not isinstance(index, int):  # type: ignore[operator]
         raise _Stays
-    return emit.call(aten.squeeze.dim, stack.pieces[index], stack.dim)
+    return _taken(emit, emit.call(aten.squeeze.dim, stack.pieces[index], stack.dim))
 
 
-def _sliced(node: Node, stack: Stack) -> Node:
+def _sliced(emit: Emitter, node: Node, stack: Stack) -> Node:
     """One piece, as the gradient of values that are joined is taken apart."""
     for index, piece in enumerate(stack.pieces):
         if node.args[1:] == (stack.dim, index, index + 1):
-            return piece
+            return _taken(emit, piece)
     raise _Stays
+
+
+def _taken(emit: Emitter, piece: Node) -> Node:
+    """A piece in memory of its own, as in the stack: it may be returned, and be a view of what the caller has."""
+    return emit.call(aten.clone.default, piece)
 
 
 def _reduced(emit: Emitter, node: Node, stack: Stack) -> Stack | Node:

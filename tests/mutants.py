@@ -727,6 +727,11 @@ MUTANTS = [
             "    moves = region.takes\n",
         ),
         (
+            "what is taken out of a stack is what was put in", "stacks.py", "test_stacks.py taken_out",
+            "    return emit.call(aten.clone.default, piece)",
+            "    return piece",
+        ),
+        (
             "a view reads what was written elsewhere", "graph/operators.py", "test_small_programs.py changed",
             " or _where(whole, 2) != _where(node, 1):",
             ":",

@@ -122,6 +122,21 @@ def test_what_stays(name: str, graphs: list[Graph]) -> None:
     assert joins(graphs)
 
 
+def test_what_is_taken_out_is_no_view_of_what_was_put_in(graphs: list[Graph]) -> None:
+    def loss(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        stack = torch.stack([x, z])
+        return stack.logsumexp(0), stack[1]
+
+    torch._dynamo.reset()
+    fn = torch.compile(loss, backend="slime_fused", options=OPTIONS)
+    x, z = draw(2)
+    _, taken = fn(x, z)
+    assert not joins(graphs)
+    assert torch.equal(taken, z)
+    taken.zero_()
+    assert z.any()
+
+
 def test_without_logits(graphs: list[Graph]) -> None:
     """Stacks of anything that is as wide as a vocabulary; of nothing else."""
 
