@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch._dynamo.guards
 import torch._logging._internal
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-# Inductor's cache (torch 2.13) does not ask for which vector instructions a kernel was written.
-if "ATEN_CPU_CAPABILITY" in os.environ and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+# Inductor's cache (torch 2.13) does not ask for which vector instructions a kernel was written. Its imports have
+# written the place into the environment.
+capability = os.environ.get("ATEN_CPU_CAPABILITY")
+if capability and cache_dir() == default_cache_dir():
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_{capability}"
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
