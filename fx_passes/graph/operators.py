@@ -129,7 +129,7 @@ def same_value(node: Node) -> Node | None:
     return None
 
 
-_WRITTEN: dict[Target, Target] = {
+WRITES: dict[Target, Target] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
 }
@@ -138,17 +138,17 @@ _WRITTEN: dict[Target, Target] = {
 
 def read_back(node: Node) -> Node | None:
     """What was written just where the view `node` reads: a program changes a tensor through it, and reads it again."""
-    if node.target not in _WRITTEN:
+    if node.target not in WRITES:
         return None
     whole = _first_with_value(node.args[0])
-    if whole.target is not _WRITTEN[node.target] or _where(whole, 2) != _where(node, 1):
+    if whole.target is not WRITES[node.target] or _where(whole, 2) != _where(node, 1):
         return None
     return whole.args[1]  # type: ignore[return-value]
 
 
 def written_over(node: Node) -> Node | None:
     """What the write `node` is over, without earlier writes to the same place; None for anything else."""
-    if node.target not in _WRITTEN.values():
+    if node.target not in WRITES.values():
         return None
     base = _first_with_value(node.args[0])
     while base.target is node.target and _where(base, 2) == _where(node, 2):

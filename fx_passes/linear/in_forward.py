@@ -34,7 +34,7 @@ from torch.fx import Node
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
-from fx_passes.graph.operators import CASTS, RESHAPES, TURNS
+from fx_passes.graph.operators import CASTS, RESHAPES, TURNS, WRITES
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
 
@@ -344,7 +344,7 @@ class _Units:
         found = [self.degree(arg) for arg in node.args]
         if node.target in _LINEAR and found[0] == _MULTIPLE:
             return _MULTIPLE
-        if node.target in _WRITTEN and found[:2] == [_ZERO, _MULTIPLE]:
+        if node.target in WRITES.values() and found[:2] == [_ZERO, _MULTIPLE]:
             return _MULTIPLE
         return _degree_of_result(node, found)
 
@@ -401,9 +401,6 @@ _LINEAR: set[Any] = (
     }
 )
 """Multiples of the first operand where that is one, in any shape."""
-
-_WRITTEN: set[Any] = {aten.slice_scatter.default, aten.select_scatter.default}
-"""Multiples of what is written over zeros."""
 
 _COMPARED: set[Any] = {aten.eq.Scalar, aten.ne.Scalar}
 _HOMOGENEOUS: dict[Any, Any] = {

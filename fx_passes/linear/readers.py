@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import RESHAPES, under
+from fx_passes.graph.operators import RESHAPES, WRITES, under
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import Refused
 from fx_passes.linear.softcap import derivative_of
@@ -205,7 +205,7 @@ class Rows:
     def can_undo(self, wide: Node) -> bool:
         """Whether `undo` works: rows were viewed, or some of them left out."""
         while wide is not self.root:
-            if wide.target not in SAME_ROWS | set(_INVERSES):
+            if wide.target not in SAME_ROWS | set(WRITES):
                 return False
             wide = wide.args[0]  # type: ignore[assignment]
         return True
@@ -221,12 +221,6 @@ class Rows:
                 on = self.emit.reshape(on, sizes)
             else:
                 zeros = self.emit.full(sizes, 0, value(on).dtype, on)
-                on = self.emit.call(_INVERSES[wide.target], zeros, on, *wide.args[1:])
+                on = self.emit.call(WRITES[wide.target], zeros, on, *wide.args[1:])
             wide = inner
         return on
-
-
-_INVERSES: dict[Any, Any] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-}

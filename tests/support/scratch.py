@@ -380,24 +380,22 @@ class Walked:
             )
 
     def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; a column written over NaN is NaN like the rest of its row, also when
-        it is read, and so is what a column mask leaves of a value where any of it is NaN, or +inf.
+        """A clamped value is some very low number; what a column mask leaves of a value is NaN where any of it is.
+
+        So it is where any of it is +inf.
 
         Where infinite numbers are `lost`, NaN is as good.
         """
-        said, known = self.said(node), self.walk.context.values
-        read = [known.get(each) for each in (node, *node.all_input_nodes)]
-        replaced = any(isinstance(form, Form) and form.exps and form.hots for form in read)
-        over = found.isnan() & torch.tensor(replaced and draw.kind != "plain")
+        said = self.said(node)
         # 0 / 0, or -inf - -inf of 1 / 0; the exponential of one is 0
         by_zero = (found.isnan() | want.isnan()) & torch.tensor(lost)
         if not isinstance(said, Form):
-            return by_zero | over
+            return by_zero
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
         left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
-        return by_zero | low & torch.tensor(said.clamped) | over | left
+        return by_zero | low & torch.tensor(said.clamped) | left
 
     def _has_logits_of_nan(self, node: Node, values: Values) -> bool:
         """The program itself makes NaN of plain numbers, by an operator that no rule knows: log(x)."""
