@@ -326,6 +326,26 @@ MUTANTS = [
             "        left = there + _meant(c, hot.weight)",
         ),
         (
+            "logits without a column are summed", "walk/columns.py", "test_soundness.py precision",
+            "    if not form.f.is_zero:\n        yield",
+            "    if False:\n        yield",
+        ),
+        (
+            "what is taken out by parts is not seen", "walk/columns.py", "test_soundness.py precision",
+            "    return inner if inner == Poly.atom(atom) else _meant(c, inner)",
+            "    return inner",
+        ),
+        (
+            "a product of a weight and logits is one number", "walk/columns.py", "test_soundness.py precision",
+            "    c.rows.guarded[scaled] = difference * scale\n",
+            "",
+        ),
+        (
+            "a product of a softmax and logits is one number", "walk/columns.py", "test_soundness.py precision",
+            "    c.rows.guarded[weighted] = factor\n",
+            "",
+        ),
+        (
             "an index with fewer rows is written to all", "rules/columns.py", "test_small_programs.py right and (overwritten)",
             "    if dim != form.vdim or not _covers_rows(form, shape_of(index)):",
             "    if dim != form.vdim:",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -90,16 +91,26 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
 
 
 def only_with_its_columns(c: Context, form: Form) -> None:
-    """Refuses exponentials that a one-hot term takes out at its column: what is left is rounded there as they are.
+    """Refuses what a one-hot term takes out at its column, exponentials or logits: what is left is rounded as they are.
 
-    The others may be far smaller: `1 - p` of a probability near one is not the sum of the others.
+    The others may be far smaller: `1 - p` of a probability near one is not the sum of the others, and neither is the
+    sum of all log-probs less the target's, which may be a million times theirs.
     """
-    exponentials = Form(form.shape, form.vdim, form.x, form.exps)
-    for hot in form.hots if form.exps else ():
-        there = _in_rows(c, column(c, exponentials, hot.index))
-        left = there + _in_rows(c, _meant(c, hot.weight))
-        if all(abs(left.terms.get(each, 0.0)) < _LEAST * abs(n) for each, n in there.terms.items()):
-            raise Refused("a softmax is taken without one of its columns, which would cancel")
+    for hot in form.hots:
+        for kind, part in _wide_parts(form):
+            there = _in_rows(c, _meant(c, column(c, part, hot.index)))
+            left = there + _in_rows(c, _meant(c, hot.weight))
+            gone = (abs(left.terms.get(m, 0)) < _LEAST * abs(n) for m, n in there.terms.items())
+            if there.terms and all(gone):
+                raise Refused(f"{kind} taken without one of their columns, which would cancel")
+
+
+def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
+    """What a form has in every column, exponentials and what is linear in the logits."""
+    if form.exps:
+        yield "softmaxes are", Form(form.shape, form.vdim, form.x, form.exps)
+    if not form.f.is_zero:
+        yield "logits are", Form(form.shape, form.vdim, form.x, e=form.e, f=form.f)
 
 
 def _meant(c: Context, poly: Poly) -> Poly:
@@ -108,9 +119,14 @@ def _meant(c: Context, poly: Poly) -> Poly:
     for monomial, number in poly.terms.items():
         term = Poly.number(number)
         for atom, power in monomial:
-            term = term * (c.rows.meaning(atom) if power == 1 else Poly({((atom, power),): 1.0}))
+            term = term * (_meant_by(c, atom) if power == 1 else Poly({((atom, power),): 1.0}))
         result += term
     return result
+
+
+def _meant_by(c: Context, atom: Node) -> Poly:
+    inner = c.rows.guarded.get(atom) or c.rows.meaning(atom)
+    return inner if inner == Poly.atom(atom) else _meant(c, inner)
 
 
 def _in_rows(c: Context, poly: Poly) -> Poly:
@@ -134,6 +150,7 @@ def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dty
         return difference * scale
     scaled = c.rows.emit_node(difference * scale, dtype, like)
     scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
+    c.rows.guarded[scaled] = difference * scale
     if not around.center.is_zero:
         c.rows.level_free.add(under(scaled, VIEWS))
     return Poly.atom(scaled)
@@ -162,8 +179,9 @@ def _weighted(c: Context, term: Exp, y: Poly, probability: Node, dtype: torch.dt
         return factor
     zero = c.rows.emit_node(ZERO, dtype, probability)
     null = c.emitter.call(aten.eq.Scalar, probability, 0)
-    weighted = c.rows.emit_node(factor, dtype, probability)
-    return Poly.atom(c.emitter.where(null, zero, weighted))
+    weighted = c.emitter.where(null, zero, c.rows.emit_node(factor, dtype, probability))
+    c.rows.guarded[weighted] = factor
+    return Poly.atom(weighted)
 
 
 def _hot_column(

@@ -32,6 +32,7 @@ class RowNodes:
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
         peaks: nodes that are the logit of each row that is largest once it is scaled.
         levels: numbers per row that are as large as the logits, which may have an offset; of which logits.
+        guarded: what nodes compute where a factor of it is not 0; 0 elsewhere.
         level_free: numbers per row of logits that an offset of theirs does not change.
     """
 
@@ -41,6 +42,7 @@ class RowNodes:
         self.zero_outside: set[Node] = set()
         self.peaks: set[Node] = set()
         self.levels: dict[Node, Node] = {}
+        self.guarded: dict[Node, Poly] = {}
         self.level_free: set[Node] = set()
 
     def is_peak(self, atom: Node) -> bool:

@@ -493,6 +493,52 @@ def without_the_target_beside_a_normaliser(x: Tensor, target: Tensor, weight: Te
     return rest + 0.5 * x.logsumexp(-1)
 
 
+@program("precision", near_one)
+def expected_logit_less_the_targets(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """The same product of a softmax and logits, once for all columns, once at the column."""
+    p, hot = x.softmax(-1), F.one_hot(target, VOCAB)
+    return (p * x - (p * hot) * x).sum(-1).abs().log()
+
+
+def far_below() -> Made:
+    x = with_values(logits(), r0c3=-1e6, r2c1=-1e5)
+    return x, torch.tensor([3, 1, 1, 0, 5, 6]), torch.linspace(0.5, 2.0, ROWS)
+
+
+@program("precision", far_below)
+def log_probs_of_all_but_the_target(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """The target's own would take the others' digits away before it is taken away."""
+    return (x.log_softmax(-1) * (1 - F.one_hot(target, VOCAB))).sum(-1)
+
+
+@program("precision", far_below)
+def log_probs_of_all_but_the_target_by_a_weight(
+    x: Tensor, target: Tensor, weight: Tensor
+) -> Tensor:
+    mask = torch.arange(VOCAB) == target[:, None]
+    return (x.log_softmax(-1) * torch.where(mask, 0.0, weight[:, None])).sum(-1)
+
+
+@program("precision", far_below)
+def weighted_log_probs_less_the_targets(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Weighted once for all columns, once at the column."""
+    log_p, hot = x.log_softmax(-1), F.one_hot(target, VOCAB)
+    return (log_p * weight[:, None] - (log_p * hot) * weight[:, None]).sum(-1)
+
+
+@program("precision", far_below)
+def log_probs_less_the_targets_that_is_read(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    chosen = log_p.gather(-1, target[:, None])
+    return log_p.scatter_add(-1, target[:, None], -chosen).sum(-1)
+
+
+@program("precision", far_below)
+def logits_less_the_targets_in_some_rows(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    hot = F.one_hot(target, VOCAB).where((weight > 0.2)[:, None], 0)
+    return (x * (1 - hot)).mean(-1) + x.logsumexp(-1)
+
+
 @program(
     "precision", lambda: (torch.full((ROWS, 1), 1 / 3, dtype=torch.float64, requires_grad=True),)
 )
