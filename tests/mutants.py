@@ -1133,6 +1133,11 @@ MUTANTS = [
             "",
         ),
         (
+            "a part of a level is subtracted first", "walk/row_nodes.py", "test_soundness.py half_the_logits",
+            "for pair in pairs if whole.issuperset(pair[:2])]",
+            "for pair in pairs]",
+        ),
+        (
             "log_sum is taken for an offset", "walk/row_nodes.py", "test_soundness.py a_maximum_beside",
             "        if self.is_level_free(two):\n",
             "        if False:\n",

@@ -92,31 +92,40 @@ class RowNodes:
 
     def _differences(
         self, terms: dict[Monomial, float]
-    ) -> Iterator[tuple[Monomial, float, Node, Node]]:
+    ) -> list[tuple[Monomial, float, Node, Node]]:
         """(rest, number, above, below) for `number rest (above - below)`, which are taken out of `terms`.
 
         One of the two, or both, is a level: what both are multiplied with is taken out, because the difference of two
-        products may have lost the digits of the difference.
+        products may have lost the digits of the difference. What is not taken out whole (`peak / 2 + t`) stays as the
+        program has it: there is no difference of the two.
         """
+        left, pairs = dict(terms), []
         for mine in [monomial for monomial in terms if self._has_level(monomial)]:
-            for theirs in self._by_likeness(terms, mine):
+            for theirs in self._by_likeness(left, mine):
                 found = self._apart(mine, theirs)
-                above, below = (mine, theirs) if terms.get(mine, 0.0) > 0 else (theirs, mine)
-                number = min(terms.get(above, 0.0), -terms.get(below, 0.0))
-                if found is None or number <= 0:
+                above, below = (mine, theirs) if left[mine] > 0 else (theirs, mine)
+                number = min(left[above], -left[below])
+                if found is None or number <= ROUNDING * abs(terms[mine]):
                     continue
-                terms[above] -= number
-                terms[below] += number
-                for monomial in (above, below):
-                    if abs(terms[monomial]) <= ROUNDING * number:
-                        del terms[monomial]
+                left[above] -= number
+                left[below] += number
                 rest, *atoms = found
                 one, two = atoms if above is mine else reversed(atoms)
-                yield rest, number, one, two
+                pairs.append((above, below, (rest, number, one, two)))
+        whole = {
+            each for each, number in terms.items() if abs(left[each]) <= ROUNDING * abs(number)
+        }
+        taken = [pair for pair in pairs if whole.issuperset(pair[:2])]
+        for above, below, (_, number, *_) in taken:
+            for monomial, signed in ((above, number), (below, -number)):
+                terms[monomial] -= signed
+                if abs(terms[monomial]) <= ROUNDING * number:
+                    del terms[monomial]
+        return [difference for _, _, difference in taken]
 
     def _by_likeness(self, terms: dict[Monomial, float], mine: Monomial) -> list[Monomial]:
         """Levels first, then what has most nearly the number of `mine`, which it may be meant to be taken from."""
-        number = terms.get(mine, 0.0)
+        number = terms[mine]
         return sorted(terms, key=lambda m: (not self._has_level(m), abs(terms[m] + number)))
 
     def _has_level(self, monomial: Monomial) -> bool:

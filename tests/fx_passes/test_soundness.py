@@ -493,6 +493,18 @@ def without_the_target_beside_a_normaliser(x: Tensor, target: Tensor, weight: Te
     return rest + 0.5 * x.logsumexp(-1)
 
 
+def far_apart() -> Made:
+    x = with_values(logits(), r0c3=-1e4, r2c1=-1e4)
+    return x, torch.tensor([3, 1, 1, 0, 5, 6]), torch.linspace(0.5, 1.5, ROWS)
+
+
+@program("precision", far_apart)
+def a_number_per_row_less_half_the_logits(x: Tensor, target: Tensor, shift: Tensor) -> Tensor:
+    """The maximum is rounded as the values that it is taken away from."""
+    y = shift[:, None] - 0.5 * x
+    return (y - y.logsumexp(-1, keepdim=True)).gather(-1, target[:, None])
+
+
 @program("precision", near_one)
 def expected_logit_less_the_targets(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """The same product of a softmax and logits, once for all columns, once at the column."""

@@ -38,16 +38,23 @@ LAYOUTS: dict[str, tuple[Callable[[Shape], Shape], Callable[[Tensor], Tensor]]] 
 }
 
 
-def _peaked(row: Tensor, draw: torch.Generator) -> Tensor:
+RowKind = Callable[[Tensor, torch.Generator, int], Tensor]
+
+
+def _peaked(row: Tensor, draw: torch.Generator, target: int) -> Tensor:
+    return _with(row, int(torch.randint(row.numel(), (), generator=draw)), 40.0)
+
+
+def _with(row: Tensor, column: int, more: float) -> Tensor:
     row = row.clone()
-    row[int(torch.randint(row.numel(), (), generator=draw))] += 40.0
+    row[column] += more
     return row
 
 
-def _some(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
+def _some(value: float) -> RowKind:
     """A row with `value` in about a third of its columns, one of them always, one of them never."""
 
-    def kind(row: Tensor, draw: torch.Generator) -> Tensor:
+    def kind(row: Tensor, draw: torch.Generator, target: int) -> Tensor:
         at = torch.rand(row.shape, generator=draw) < 0.3
         at[0], at[-1] = True, row.numel() == 1
         return torch.where(at, value, row)
@@ -55,21 +62,23 @@ def _some(value: float) -> Callable[[Tensor, torch.Generator], Tensor]:
     return kind
 
 
-# A row of 3 N(0, 1) -> a row of another kind.
-ROWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "plain": lambda row, draw: row,
-    "offset 30": lambda row, draw: row + 30,
-    "offset 1000": lambda row, draw: row + 1000,
-    "offset -1e4": lambda row, draw: row - 1e4,
+# A row of 3 N(0, 1) and its target -> a row of another kind.
+ROWS: dict[str, RowKind] = {
+    "plain": lambda row, *_: row,
+    "offset 30": lambda row, *_: row + 30,
+    "offset 1000": lambda row, *_: row + 1000,
+    "offset -1e4": lambda row, *_: row - 1e4,
     "peaked": _peaked,
-    "flat": lambda row, draw: row / 50,
-    "equal": lambda row, draw: torch.full_like(row, 0.5),
-    "zero": lambda row, draw: torch.zeros_like(row),
+    "peaked at the target": lambda row, draw, target: _with(row, target, 40.0),
+    "target far below": lambda row, draw, target: _with(row, target, -1e4),
+    "flat": lambda row, *_: row / 50,
+    "equal": lambda row, *_: torch.full_like(row, 0.5),
+    "zero": lambda row, *_: torch.zeros_like(row),
     "some -inf": _some(-math.inf),
-    "only -inf": lambda row, draw: torch.full_like(row, -math.inf),
-    "one +inf": lambda row, draw: torch.cat([row[:-1], row.new_tensor([math.inf])]),
-    "one NaN": lambda row, draw: torch.cat([row.new_tensor([math.nan]), row[1:]]),
-    "some finfo.min": lambda row, draw: _some(FINFO_MIN)(row, draw),
+    "only -inf": lambda row, *_: torch.full_like(row, -math.inf),
+    "one +inf": lambda row, *_: torch.cat([row[:-1], row.new_tensor([math.inf])]),
+    "one NaN": lambda row, *_: torch.cat([row.new_tensor([math.nan]), row[1:]]),
+    "some finfo.min": lambda row, *rest: _some(FINFO_MIN)(row, *rest),
 }
 FINFO_MIN = -65504.0  # float16's: exists in every dtype but for bfloat16's rounding
 
@@ -124,21 +133,22 @@ def make(spec: Spec, seed: int, lead: Shape | None = None, shard: int = 0) -> In
     own = torch.Generator().manual_seed(1000 * seed + shard)
     draw = torch.Generator().manual_seed(seed)
     dtype, row_dtype = getattr(torch, spec.dtype), getattr(torch, spec.row_dtype)
+    inside = spec.grads[0] != "none"
+    weights = torch.randn(*lead, generator=draw) * (torch.rand(*lead, generator=draw) < 0.7)
+    hidden = torch.randn(*lead, 3, generator=draw).to(dtype).requires_grad_(inside)
+    target = torch.randint(spec.vocab, lead, generator=draw)
     leaves: list[Tensor] = []
     logits = [
-        _given(_rows(spec, lead, own).to(dtype), layout, grad, leaves)
+        _given(_rows(spec, target, own).to(dtype), layout, grad, leaves)
         for layout, grad in zip(spec.layout, spec.grads, strict=True)
     ]
-    weights = torch.randn(*lead, generator=draw) * (torch.rand(*lead, generator=draw) < 0.7)
     allow = torch.rand(*lead, spec.vocab, generator=own) < 0.7
     allow[..., -1] = True
-    inside = spec.grads[0] != "none"
-    hidden = torch.randn(*lead, 3, generator=draw).to(dtype).requires_grad_(inside)
     head = torch.randn(spec.vocab, 3, generator=own).to(dtype).requires_grad_(inside)
     return Inputs(
         [
             *logits,
-            torch.randint(spec.vocab, lead, generator=draw),
+            target,
             _missing(spec, lead, draw),
             weights.to(row_dtype),
             torch.rand(*lead, generator=draw) < 0.6,
@@ -153,12 +163,12 @@ def make(spec: Spec, seed: int, lead: Shape | None = None, shard: int = 0) -> In
     )
 
 
-def _rows(spec: Spec, lead: Shape, draw: torch.Generator) -> Tensor:
-    values = 3 * torch.randn(math.prod(lead), spec.vocab, generator=draw)
-    for at, row in enumerate(values):
+def _rows(spec: Spec, target: Tensor, draw: torch.Generator) -> Tensor:
+    values = 3 * torch.randn(target.numel(), spec.vocab, generator=draw)
+    for at, (row, column) in enumerate(zip(values, target.flatten().tolist(), strict=True)):
         chosen = int(torch.randint(len(spec.rows), (), generator=draw))
-        values[at] = ROWS[spec.rows[chosen]](row, draw)
-    return values.view(*lead, spec.vocab)
+        values[at] = ROWS[spec.rows[chosen]](row, draw, column)
+    return values.view(*target.shape, spec.vocab)
 
 
 def _missing(spec: Spec, lead: Shape, draw: torch.Generator) -> Tensor:

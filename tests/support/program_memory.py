@@ -23,14 +23,18 @@ def sharing(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sharing:
 
 
 def apart_from(eager: Sharing, got: Sharing, names: Sequence[str]) -> dict[tuple[str, ...], str]:
-    """The pairs that share more, or less, than in eager code, and what to tell of them."""
+    """The pairs that share more, or less, than in eager code, and what to tell of them.
+
+    Two results that are parts of one tensor there, and have no element in common, may be tensors of their own.
+    """
     if len(eager) != len(got):
         return {}
     named = [*(f"result {at}" for at in range(len(eager))), *names]
     found: dict[tuple[str, ...], str] = {}
     for at, (right, ours) in enumerate(zip(eager, got, strict=True)):
-        for name, want, have in zip(named, right, ours, strict=True):
-            if want != have and named[at] != name:
+        for to, (name, want, have) in enumerate(zip(named, right, ours, strict=True)):
+            parts = to < len(eager) and (want, have) == (STORAGE, APART)
+            if want != have and to != at and not parts:
                 told = f"{named[at]} and {name} have {WORDS[have]}, in eager code {WORDS[want]}"
                 found[named[at], name, "more" if have > want else "less"] = told
     return found

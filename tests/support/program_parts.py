@@ -72,6 +72,8 @@ FULL: dict[str, tuple[str, ...]] = {
         "{f}.index_put((torch.arange({f}.shape[0]), {i}), {s}, accumulate=True)", "{f}.index_fill(-1, {i}.flatten()[:2], 0)",
         "{f}.scatter_reduce(-1, {i}[..., None], {r}, 'amax')", "{f}.gather(-1, torch.arange({f}.shape[-1]).expand_as({f}))",
         "{f} - F.one_hot({i}, {f}.shape[-1])", "F.one_hot({i}.flatten()[0], {f}.shape[-1]) * {f}",
+        "{f} * (1 - F.one_hot({i}, {f}.shape[-1]))", "{f} - F.one_hot({i}, {f}.shape[-1]) * {f}",
+        "torch.where(torch.arange({f}.shape[-1]) == {i}[..., None], 0, {f})",
     ),
     "rearranged": (
         "{f}.flip(-1)", "{f}.roll(1, -1)", "torch.cat([{f}[..., 2:], {f}[..., :2]], -1)", "{f}.sort(-1).values", "{f}.cumsum(-1)",
@@ -149,6 +151,9 @@ SCALAR: dict[str, tuple[str, ...]] = {  # [*L]
         "((torch.arange({f}.shape[-1]) == {i}[..., None]) * {f}).sum(-1)", "{f}.masked_fill({m}, 0).sum(-1)", "{f}.amin(-1)",
         "((F.one_hot({i}, {f}.shape[-1]) * {r} + 0.1) * {f}).sum(-1)", "((F.one_hot({i}, {f}.shape[-1]) - {f}.exp()) * {f}).sum(-1)",
         "((0.7 * F.one_hot({i}, {f}.shape[-1]) + 0.3 * F.one_hot({i}.roll(1, 0), {f}.shape[-1])) * {f}).sum(-1)",
+        "({f} * (1 - F.one_hot({i}, {f}.shape[-1]))).sum(-1)", "({f}.log_softmax(-1) * (1 - F.one_hot({i}, {f}.shape[-1]))).sum(-1)",
+        "({f}.softmax(-1) * (1 - F.one_hot({i}, {f}.shape[-1]))).sum(-1).log()", "{f}.softmax(-1).scatter(-1, {i}[..., None], 0).sum(-1).log()",
+        "({f} * torch.where(torch.arange({f}.shape[-1]) == {i}[..., None], 0, {r})).sum(-1)",
         "(F.one_hot({i}.flatten()[0], {f}.shape[-1]) * {f}).sum(-1)", "({f}[..., 1:] - {f}[..., :-1]).sum(-1)", "{f}.var(-1)",
         "({g}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)", "(torch.arange({f}.shape[-1]) == {i}[..., None]).sum(-1)",
         "torch.stack([a.logsumexp(-1) for a in {f}])", "{f}.logsumexp((-1,))", "{f}.median(-1).values", "{f}.count_nonzero(-1)",
