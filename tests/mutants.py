@@ -321,19 +321,34 @@ MUTANTS = [
             "",
         ),
         (
-            "a column that may be missed is left", "walk/columns.py", "test_soundness.py precision",
-            "        left = there + _in_rows(c, _meant(c, hot.weight))",
-            "        left = there + _meant(c, hot.weight)",
+            "a column that may be missed is left", "walk/left_out.py", "test_spellings.py smoothed_by_where",
+            "_by_element(_in_rows(c, _meant(c, hot.weight)), own), 0.0",
+            "_by_element(_meant(c, hot.weight), own), 0.0",
         ),
         (
-            "logits without a column are summed", "walk/columns.py", "test_soundness.py precision",
+            "logits without a column are summed", "walk/left_out.py", "test_soundness.py precision",
             "    if not form.f.is_zero:\n        yield",
             "    if False:\n        yield",
         ),
         (
-            "what is taken out by parts is not seen", "walk/columns.py", "test_soundness.py precision",
+            "what is taken out by parts is not seen", "walk/left_out.py", "test_soundness.py precision",
             "    return inner if inner == Poly.atom(atom) else _meant(c, inner)",
             "    return inner",
+        ),
+        (
+            "a number per row is not one", "walk/left_out.py", "test_soundness.py precision",
+            "        if not less.terms.keys() <= whole.terms.keys():",
+            "        if False:",
+        ),
+        (
+            "two columns are not the same", "walk/left_out.py", "test_soundness.py precision",
+            "if together > 1 - _LEAST or any(",
+            "if any(",
+        ),
+        (
+            "several columns of a row are not the same", "walk/left_out.py", "test_soundness.py precision",
+            "    return 1.0 if repeats and found > 0 else found",
+            "    return found",
         ),
         (
             "a product of a weight and logits is one number", "walk/columns.py", "test_soundness.py precision",

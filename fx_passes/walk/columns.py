@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -20,9 +19,6 @@ from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
-
-_LEAST = 0.1
-"""Of an exponential that is left at a column; where less is, its rounding counts."""
 
 LARGE = 1e2
 """Beside larger constants a number that is written is not as exact as it was."""
@@ -88,54 +84,6 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
     if beside or (form.is_row and form.e.exceeds(LARGE)):
         raise Refused("a number is written beside larger ones, in which it would be lost")
     return plus_column(c, form, index, (written - there) * hit)
-
-
-def only_with_its_columns(c: Context, form: Form) -> None:
-    """Refuses what a one-hot term takes out at its column, exponentials or logits: what is left is rounded as they are.
-
-    The others may be far smaller: `1 - p` of a probability near one is not the sum of the others, and neither is the
-    sum of all log-probs less the target's, which may be a million times theirs.
-    """
-    for hot in form.hots:
-        for kind, part in _wide_parts(form):
-            there = _in_rows(c, _meant(c, column(c, part, hot.index)))
-            left = there + _in_rows(c, _meant(c, hot.weight))
-            gone = (abs(left.terms.get(m, 0)) < _LEAST * abs(n) for m, n in there.terms.items())
-            if there.terms and all(gone):
-                raise Refused(f"{kind} taken without one of their columns, which would cancel")
-
-
-def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
-    """What a form has in every column, exponentials and what is linear in the logits."""
-    if form.exps:
-        yield "softmaxes are", Form(form.shape, form.vdim, form.x, form.exps)
-    if not form.f.is_zero:
-        yield "logits are", Form(form.shape, form.vdim, form.x, e=form.e, f=form.f)
-
-
-def _meant(c: Context, poly: Poly) -> Poly:
-    """With the meaning of each factor in its place: `p - 1`, which is written, say."""
-    result = ZERO
-    for monomial, number in poly.terms.items():
-        term = Poly.number(number)
-        for atom, power in monomial:
-            term = term * (_meant_by(c, atom) if power == 1 else Poly({((atom, power),): 1.0}))
-        result += term
-    return result
-
-
-def _meant_by(c: Context, atom: Node) -> Poly:
-    inner = c.rows.guarded.get(atom) or c.rows.meaning(atom)
-    return inner if inner == Poly.atom(atom) else _meant(c, inner)
-
-
-def _in_rows(c: Context, poly: Poly) -> Poly:
-    """In the rows that its masks leave."""
-    result = ZERO
-    for monomial, number in poly.terms.items():
-        kept = tuple(each for each in monomial if each[0] not in c.rows.zero_outside)
-        result += Poly({kept: number})
-    return result
 
 
 def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:

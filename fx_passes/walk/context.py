@@ -157,7 +157,9 @@ class Context:
         """0 for each row, NaN for one that has no softmax."""
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
-        return self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
+        zero = self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
+        self.rows.nothing.add(zero)
+        return zero
 
     def is_empty(self, form: Form, stats: Stats) -> Node:
         """A row mask: nothing but -inf. The peak may be -inf beside NaN."""

@@ -33,6 +33,7 @@ class RowNodes:
         peaks: nodes that are the logit of each row that is largest once it is scaled.
         levels: numbers per row that are as large as the logits, which may have an offset; of which logits.
         guarded: what nodes compute where a factor of it is not 0; 0 elsewhere.
+        nothing: nodes that are 0, or NaN.
         level_free: numbers per row of logits that an offset of theirs does not change.
     """
 
@@ -43,6 +44,7 @@ class RowNodes:
         self.peaks: set[Node] = set()
         self.levels: dict[Node, Node] = {}
         self.guarded: dict[Node, Poly] = {}
+        self.nothing: set[Node] = set()
         self.level_free: set[Node] = set()
 
     def is_peak(self, atom: Node) -> bool:

@@ -128,7 +128,7 @@ class RowScalars(RowNodes):
             return None
         constant = _constant(arg)
         if constant is not None:
-            return Poly.number(constant)
+            return constant
         if not fake.dtype.is_floating_point:
             return Poly.atom(self.aligned(arg, rank))
         return self.meaning(arg).map_atoms(lambda atom: self.aligned(atom, rank))
@@ -240,13 +240,15 @@ _FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}
 """Where a constant's number stands among the arguments."""
 
 
-def _constant(node: Node) -> float | None:
-    """The number in a 0-dimensional constant tensor made in the graph."""
+def _constant(node: Node) -> Poly | None:
+    """The number, or symbolic number, in a 0-dimensional constant tensor made in the graph."""
     at = _FILL.get(node.target)
-    fill = None if at is None else node.args[at]
+    fill, dtype = None if at is None else node.args[at], value(node).dtype
+    if isinstance(fill, Node):
+        symbolic = isinstance(value(fill), (torch.SymInt, torch.SymFloat))
+        return Poly.atom(fill) if symbolic and dtype.is_floating_point else None
     if not isinstance(fill, (int, float)):
         return None
-    dtype = value(node).dtype
     if dtype is torch.bool:
-        return float(bool(fill))
-    return float(fill) if dtype.is_floating_point else float(int(fill))
+        return Poly.number(float(bool(fill)))
+    return Poly.number(float(fill) if dtype.is_floating_point else float(int(fill)))

@@ -33,10 +33,10 @@ from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
-from fx_passes.walk.columns import only_with_its_columns
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.layouts import keep_layouts
+from fx_passes.walk.left_out import only_with_its_columns
 from fx_passes.walk.near import only_one_offset
 from fx_passes.walk.results import (
     SOFTMAX_LABELS,

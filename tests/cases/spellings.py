@@ -733,6 +733,14 @@ def smoothed_by_scatter(logits: Tensor, target: Tensor) -> Outputs:
     return (-(logits.log_softmax(1) * soft.detach()).sum() / logits.shape[0],)
 
 
+@spelling("soft targets")
+def smoothed_by_where(logits: Tensor, target: Tensor) -> Outputs:
+    vocab = logits.shape[-1]
+    at_target = torch.arange(vocab, device=logits.device) == target[:, None]
+    soft = torch.where(at_target, 0.9, 0.1 / (vocab - 1))
+    return (-(logits.log_softmax(-1) * soft).sum(-1),)
+
+
 @spelling("soft targets", shape=BSV)
 def smoothed_by_sum(logits: Tensor, target: Tensor) -> Outputs:
     smoothing = 0.1

@@ -370,12 +370,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.bmm.default, batch, rows(s, 2, VOCAB, 4))
 
 
-@refused("softmaxes are taken without one of their columns, which would cancel")
+@refused("softmaxes may be taken without one of their columns, which would cancel")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter.value, exponential(s, x), -1, hits(s, 3, 1), 0.0)
 
 
-@refused("logits are taken without one of their columns, which would cancel")
+@refused("logits may be taken without one of their columns, which would cancel")
 def _(s: Scratch, x: Node) -> None:
     others = s.call(aten.where.self, column_mask(s), number(s, 0.0), number(s, 2.0))
     s.call(aten.mul.Tensor, x, others)

@@ -486,6 +486,30 @@ def a_softmax_less_its_target(x: Tensor, target: Tensor, weight: Tensor) -> Tens
     return (p - p * F.one_hot(target, VOCAB)).sum(-1).log()
 
 
+def near_one_and_ones() -> Made:
+    """Numbers per row that are one where the target's probability is near it."""
+    return (*near_one()[:2], torch.tensor([1.0, 0.3, 1.0, 0.0, 1.0, 0.7]))
+
+
+@program("precision", near_one_and_ones)
+def all_but_a_part_of_the_target(x: Tensor, target: Tensor, part: Tensor) -> Tensor:
+    """A number per row, which the graph does not show, may be one."""
+    return (x.softmax(-1) * (1 - part[:, None] * F.one_hot(target, VOCAB))).sum(-1).log()
+
+
+@program("precision", near_one_and_ones)
+def a_part_of_all_but_the_target(x: Tensor, target: Tensor, part: Tensor) -> Tensor:
+    part = part.clamp(min=0.1)[:, None]
+    return (x.softmax(-1) * (part - part.square() * F.one_hot(target, VOCAB))).sum(-1).log()
+
+
+@program("precision", near_one)
+def all_but_two_targets_that_are_one(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    other = target.flip(0)[[5, 1, 3, 0, 4, 2]]
+    halves = 0.5 * F.one_hot(target, VOCAB) + 0.5 * F.one_hot(other, VOCAB)
+    return (x.softmax(-1) * (1 - halves)).sum(-1).log()
+
+
 @program("precision", near_one)
 def without_the_target_beside_a_normaliser(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Its gradient takes the target out of a softmax, too."""
@@ -505,16 +529,28 @@ def a_number_per_row_less_half_the_logits(x: Tensor, target: Tensor, shift: Tens
     return (y - y.logsumexp(-1, keepdim=True)).gather(-1, target[:, None])
 
 
-@program("precision", near_one)
+def near_one_as_given() -> Made:
+    x, target, weight = near_one()
+    return x.detach(), target, weight.requires_grad_()
+
+
+@program("precision", near_one_as_given)
 def expected_logit_less_the_targets(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """The same product of a softmax and logits, once for all columns, once at the column."""
     p, hot = x.softmax(-1), F.one_hot(target, VOCAB)
-    return (p * x - (p * hot) * x).sum(-1).abs().log()
+    return (p * x - (p * hot) * x).sum(-1).abs().log() * weight
 
 
 def far_below() -> Made:
     x = with_values(logits(), r0c3=-1e6, r2c1=-1e5)
     return x, torch.tensor([3, 1, 1, 0, 5, 6]), torch.linspace(0.5, 2.0, ROWS)
+
+
+@program("precision", near_one)
+def all_but_a_target_that_is_named_twice(x: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    twice = target[:, None].expand(-1, 2)
+    halves = torch.zeros_like(x).scatter_add(-1, twice, torch.full((ROWS, 2), 0.5))
+    return (x.softmax(-1) * (1 - halves)).sum(-1).log()
 
 
 @program("precision", far_below)
@@ -536,6 +572,11 @@ def weighted_log_probs_less_the_targets(x: Tensor, target: Tensor, weight: Tenso
     """Weighted once for all columns, once at the column."""
     log_p, hot = x.log_softmax(-1), F.one_hot(target, VOCAB)
     return (log_p * weight[:, None] - (log_p * hot) * weight[:, None]).sum(-1)
+
+
+@program("precision", lambda: (*far_below()[:2], near_one_and_ones()[2]))
+def log_probs_of_all_but_a_part_of_the_target(x: Tensor, target: Tensor, part: Tensor) -> Tensor:
+    return (x.log_softmax(-1) * (1 - part[:, None] * F.one_hot(target, VOCAB))).sum(-1)
 
 
 @program("precision", far_below)

@@ -168,10 +168,18 @@ def test_spelling_under_inductor(name: str, dtype: torch.dtype) -> None:
     harness.check(BY_NAME[name], dtype, inner="inductor")
 
 
+OTHERWISE_OF_ANY_SIZE = {
+    "arange_index_shifted": 1,  # the gradient is arithmetic
+    "temperature_in_place_on_slice": 2,  # its softmax is that of the slice
+}
+"""Fused operators of graphs with symbolic sizes, where these differ from the others."""
+
+
 @pytest.mark.parametrize("spelling", must_fuse_with_the_slow_ones_marked())
 def test_dynamic_sizes(spelling: Spelling) -> None:
     """Fused as with fixed sizes, and right for every N, whether or not N is in the code."""
     prepare(spelling)
+    spelling = replace(spelling, fused=OTHERWISE_OF_ANY_SIZE.get(spelling.name, spelling.fused))
     fn = torch.compile(spelling.fn, backend="slime_fused", options=OPTIONS, dynamic=True)
     earlier = len(slime_compile.reports())
     for rows in batch_sizes(spelling):

@@ -58,6 +58,7 @@ INFINITE = {"one +inf", "some -inf", "only -inf"}
 ASKS = re.compile(  # of what was computed, whether it is a number: there the deviations are visible
     r"(?<!\b[xy])\.is(finite|nan|inf)\(\)|\bis(finite|nan|inf)\((?![xy]\))"
 )
+COMPARES = re.compile(r"[<>]|[!=]=")
 
 _DTYPES = re.compile(r"\.(float32|float16|bfloat16|float|half)\b")
 aten = torch.ops.aten
@@ -178,6 +179,7 @@ class _Eager:
         clean: with plain rows for those of NaN and +inf.
         without: with NaN for +inf.
         rows: the kinds of rows that may be in a draw.
+        turned: names of gradients whose first dimension is the vocabulary's.
         makes_infinity: whether the program takes a softmax or a maximum of +inf.
         makes_empty_rows: whether it does of rows of -inf that were not given (a division by 0).
         divides_by_zero: whether it divides a row by a number that is 0.
@@ -193,6 +195,7 @@ class _Eager:
     without: list[_Run]
     errors: list[dict[str, float]]
     rows: frozenset[str]
+    turned: frozenset[str]
     makes_infinity: bool
     makes_empty_rows: bool
     divides_by_zero: bool
@@ -232,7 +235,7 @@ class _Eager:
                 allowed |= eager.isnan()
                 lost |= eager.isinf()
                 of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
-                lost |= of_row.any(-1, keepdim=True)
+                lost |= of_row.any(0 if name in self.turned else -1, keepdim=True)
             precision = self.precision_of(true[name], eager.dtype, usual)
             between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
             between = max(between, min(self.exponentials, EXPONENTIALS[eager.dtype.itemsize]))
@@ -280,6 +283,12 @@ class _Infinities(TorchDispatchMode):
         if func.overloadpacket in (aten.exp, aten.expm1):
             self.largest = max([self.largest, *found[found.isfinite()].flatten().tolist()])
         return found
+
+
+def _turned(spec: Spec) -> frozenset[str]:
+    layouts = [at for at, grad in zip(spec.layout, spec.grads, strict=True) if grad != "none"]
+    first = (at for at, layout in enumerate(layouts) if layout == "vocabulary first")
+    return frozenset(f"gradients {at}" for at in first)
 
 
 def _coarsest(source: str, dtype: torch.dtype) -> torch.dtype:
@@ -368,7 +377,7 @@ class Judge:
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
         made = (seen.any, empty, seen.by_zero, dtype, precision, logits, seen.largest)
-        return _Eager(runs, truth, clean, without, errors, rows, *made)
+        return _Eager(runs, truth, clean, without, errors, rows, _turned(spec), *made)
 
     def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
         changed = replace(spec, rows=tuple(instead.get(kind, kind) for kind in spec.rows))
@@ -498,7 +507,10 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _asks(program: Program) -> bool:
-    return bool(INFINITE & set(program.spec.rows) and ASKS.search(program.source))
+    """Whether the program can tell NaN from an infinity, or from a number, that it has computed."""
+    rows = set(program.spec.rows)
+    compares = "one +inf" in rows and COMPARES.search(program.source)
+    return bool(compares or (INFINITE & rows and ASKS.search(program.source)))
 
 
 def _short(error: BaseException) -> str:

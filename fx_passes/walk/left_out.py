@@ -1,0 +1,113 @@
+"""A softmax, or logits, without one of their columns: a sum of what is left would have the rounding of what is not.
+
+Entry point: `only_with_its_columns`, of every form that a rule makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.forms import Form, OneHot
+from fx_passes.algebra.poly import ZERO, Monomial, Poly
+from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.walk.columns import column
+from fx_passes.walk.context import Context
+
+_LEAST = 0.1
+"""Of an element that is left at a column; where less is, its rounding counts."""
+
+
+def only_with_its_columns(c: Context, form: Form) -> None:
+    """Refuses what one-hot terms may take out at their columns, exponentials or logits.
+
+    The rest is rounded as they are, and the others may be far smaller: `1 - p` of a probability near one is not the
+    sum of the others, and neither is the sum of all log-probs less the target's, which may be a million times theirs.
+    Two columns may be one.
+    """
+    for kind, part in _wide_parts(form) if form.hots else ():
+        taken = [share for hot in form.hots if (share := _share_taken(c, part, hot))]
+        together = sum(share for share in taken if share > 0) if len(taken) > 1 else 0.0
+        if together > 1 - _LEAST or any(_apart_from_all(share) < _LEAST for share in taken):
+            raise Refused(f"{kind} may be taken without one of their columns, which would cancel")
+
+
+def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
+    """What a form has in every column, exponentials and what is linear in the logits."""
+    if form.exps:
+        yield "softmaxes", Form(form.shape, form.vdim, form.x, form.exps)
+    if not form.f.is_zero:
+        yield "logits", Form(form.shape, form.vdim, form.x, e=form.e, f=form.f)
+
+
+def _share_taken(c: Context, part: Form, hot: OneHot) -> float:
+    """How much of `part`'s element a one-hot term takes from it: all of it, where a number per row may say so.
+
+    Several columns of a row may be the same.
+    """
+    there = _in_rows(c, _meant(c, column(c, part, hot.index)))
+    factors = {each for atom in part.atoms() for each in _meant_by(c, atom).atoms()}
+    own = set(there.atoms()) - factors
+    weight, found = _by_element(_in_rows(c, _meant(c, hot.weight)), own), 0.0
+    for element, whole in _by_element(there, own).items():
+        less = weight.get(element, ZERO) if element else ZERO
+        if not less.terms.keys() <= whole.terms.keys():
+            return 1.0
+        shares = [
+            -less.terms.get(monomial, 0.0) / number for monomial, number in whole.terms.items()
+        ]
+        found = min(found, max(shares, key=_apart_from_all), key=_apart_from_all)
+    repeats = not all(same(shape_of(node)[part.vdim], 1) for node in hot.index)
+    return 1.0 if repeats and found > 0 else found
+
+
+def _apart_from_all(share: float) -> float:
+    return abs(1 - share)
+
+
+def _by_element(poly: Poly, own: set[Node]) -> dict[Monomial, Poly]:
+    """What each product of the element's own numbers is multiplied with; comparing sizes in it adds a guard."""
+    found: dict[Monomial, Poly] = {}
+    for monomial, number in poly.terms.items():
+        element, rest = [], []
+        for atom, power in monomial:
+            size = value(atom)
+            if atom in own:
+                element.append((atom, power))
+            elif isinstance(size, (torch.SymInt, torch.SymFloat)) and size.node.has_hint():
+                number *= size**power if power > 0 else 1 / size**-power
+            else:
+                rest.append((atom, power))
+        key = tuple(element)
+        found[key] = found.get(key, ZERO) + Poly({tuple(rest): number})
+    return found
+
+
+def _meant(c: Context, poly: Poly) -> Poly:
+    """With the meaning of each factor in its place: `p - 1`, which is written, say."""
+    result = ZERO
+    for monomial, number in poly.terms.items():
+        term = Poly.number(number)
+        for atom, power in monomial:
+            term = term * (_meant_by(c, atom) if power == 1 else Poly({((atom, power),): 1.0}))
+        result += term
+    return result
+
+
+def _meant_by(c: Context, atom: Node) -> Poly:
+    inner = c.rows.guarded.get(atom) or c.rows.meaning(atom)
+    return inner if inner == Poly.atom(atom) else _meant(c, inner)
+
+
+def _in_rows(c: Context, poly: Poly) -> Poly:
+    """In the rows that its masks leave, where none is NaN."""
+    result = ZERO
+    for monomial, number in poly.terms.items():
+        if not c.rows.nothing.isdisjoint(atom for atom, _ in monomial):
+            continue
+        kept = tuple(each for each in monomial if each[0] not in c.rows.zero_outside)
+        result += Poly({kept: number})
+    return result
