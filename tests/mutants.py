@@ -322,8 +322,8 @@ MUTANTS = [
         ),
         (
             "a column that may be missed is left", "walk/left_out.py", "test_spellings.py smoothed_by_where",
-            "_by_element(_in_rows(c, _meant(c, hot.weight)), own), 0.0",
-            "_by_element(_meant(c, hot.weight), own), 0.0",
+            "_without(c.rows.zero_outside - masks, _known(c, hot.weight))",
+            "_known(c, hot.weight)",
         ),
         (
             "logits without a column are summed", "walk/left_out.py", "test_soundness.py precision",
@@ -339,6 +339,11 @@ MUTANTS = [
             "a number per row is not one", "walk/left_out.py", "test_soundness.py precision",
             "        if not less.terms.keys() <= whole.terms.keys():",
             "        if False:",
+        ),
+        (
+            "what is taken of all rows is of none with a mask", "walk/left_out.py", "test_soundness.py precision",
+            "    if any(_masked_out(each, masks) in everywhere for each in elsewhere):",
+            "    if False:",
         ),
         (
             "two columns are not the same", "walk/left_out.py", "test_soundness.py precision",

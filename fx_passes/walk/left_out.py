@@ -46,20 +46,27 @@ def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
 def _share_taken(c: Context, part: Form, hot: OneHot) -> float:
     """How much of `part`'s element a one-hot term takes from it: all of it, where a number per row may say so.
 
-    Several columns of a row may be the same.
+    Several columns of a row may be the same. Of rows that masks tell apart, each has an element of its own.
     """
-    there = _in_rows(c, _meant(c, column(c, part, hot.index)))
+    there = _known(c, column(c, part, hot.index))
     factors = {each for atom in part.atoms() for each in _meant_by(c, atom).atoms()}
-    own = set(there.atoms()) - factors
-    weight, found = _by_element(_in_rows(c, _meant(c, hot.weight)), own), 0.0
-    for element, whole in _by_element(there, own).items():
-        less = weight.get(element, ZERO) if element else ZERO
+    own, masks = set(there.atoms()) - factors, c.rows.zero_outside.intersection(there.atoms())
+    weight = _by_element(_without(c.rows.zero_outside - masks, _known(c, hot.weight)), own | masks)
+    found, elements = 0.0, _by_element(there, own | masks)
+    for element, whole in elements.items():
+        if own.isdisjoint(dict(element)):
+            continue
+        less = weight.get(element, ZERO)
         if not less.terms.keys() <= whole.terms.keys():
             return 1.0
         shares = [
             -less.terms.get(monomial, 0.0) / number for monomial, number in whole.terms.items()
         ]
         found = min(found, max(shares, key=_apart_from_all), key=_apart_from_all)
+    everywhere = {_masked_out(element, masks) for element in elements}
+    elsewhere = (each for each in weight if each not in elements and not own.isdisjoint(dict(each)))
+    if any(_masked_out(each, masks) in everywhere for each in elsewhere):
+        return 1.0
     repeats = not all(same(shape_of(node)[part.vdim], 1) for node in hot.index)
     return 1.0 if repeats and found > 0 else found
 
@@ -102,12 +109,19 @@ def _meant_by(c: Context, atom: Node) -> Poly:
     return inner if inner == Poly.atom(atom) else _meant(c, inner)
 
 
-def _in_rows(c: Context, poly: Poly) -> Poly:
-    """In the rows that its masks leave, where none is NaN."""
+def _known(c: Context, poly: Poly) -> Poly:
+    """What it means, where none of the rows is NaN."""
+    terms = _meant(c, poly).terms.items()
+    return Poly({m: number for m, number in terms if c.rows.nothing.isdisjoint(dict(m))})
+
+
+def _without(masks: set[Node], poly: Poly) -> Poly:
+    """In the rows that the masks leave."""
     result = ZERO
     for monomial, number in poly.terms.items():
-        if not c.rows.nothing.isdisjoint(atom for atom, _ in monomial):
-            continue
-        kept = tuple(each for each in monomial if each[0] not in c.rows.zero_outside)
-        result += Poly({kept: number})
+        result += Poly({_masked_out(monomial, masks): number})
     return result
+
+
+def _masked_out(monomial: Monomial, masks: set[Node]) -> Monomial:
+    return tuple(each for each in monomial if each[0] not in masks)
