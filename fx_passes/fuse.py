@@ -197,7 +197,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     returned = Returned(graph)
     views = returned.views()
     for old, new in walk.account.replacements.items():
-        kept = {new, graph.output_node()} if old in views else {new}
+        kept = {new, graph.output_node(), *views} if old in views else {new}
         for user in [user for user in old.users if user not in kept]:
             user.replace_input_with(old, new)
     for copy in walk.account.unchanged:

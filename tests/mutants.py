@@ -1028,7 +1028,7 @@ MUTANTS = [
         ),
         (
             "a view of a result comes back as a copy", "graph/returned.py", "test_returned.py columns_of_results",
-            "            or not returned.isdisjoint(ancestors([results[at]], viewed_inputs))\n",
+            "            *(n for n in returned if not returned.isdisjoint(ancestors([n], viewed_inputs))),\n",
             "",
         ),
         (
@@ -1188,8 +1188,13 @@ MUTANTS = [
             "    if any(map(c.rows.is_peak, form.e.atoms())):\n",
         ),
         (
-            "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",
+            "a view of a view of an input comes back as a copy", "fuse.py", "test_returned.py a_part_of_it",
+            "{new, graph.output_node(), *views} if old in views else {new}",
             "{new, graph.output_node()} if old in views else {new}",
+        ),
+        (
+            "a view of an input comes back as a copy", "fuse.py", "test_returned.py a_column",
+            "{new, graph.output_node(), *views} if old in views else {new}",
             "{new}",
         ),
         (

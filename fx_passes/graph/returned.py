@@ -39,14 +39,18 @@ class Returned:
         }
 
     def views(self) -> set[Node]:
-        """The results that are views of inputs, or of other results, and stay so."""
+        """The results that are views of inputs, or of other results, and stay so; what leads from inputs to them."""
         results = self._results()
         returned = {results[at] for at in self._places}
-        return {
+        of_inputs = [
             results[at]
             for at, group in self._before.items()
             if any(isinstance(each, str) for each in group)
-            or not returned.isdisjoint(ancestors([results[at]], viewed_inputs))
+        ]
+        return {
+            *of_inputs,
+            *ancestors(of_inputs, viewed_inputs),
+            *(n for n in returned if not returned.isdisjoint(ancestors([n], viewed_inputs))),
         }
 
     def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
