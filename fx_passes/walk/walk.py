@@ -143,12 +143,32 @@ class Walk:
             _check_precision(node, result)
             if isinstance(result, Form):
                 _check_shape(node, result)
+                self._check_rounding(result)
                 only_one_offset(self.context, result)
                 only_with_its_columns(self.context, result)
         except Refused as refused:
             self._refuse(node, str(refused), operands)
             result = None
         return self._plain(node) if result is None else self._record(node, result)
+
+    def _check_rounding(self, form: Form) -> None:
+        """Exponentials are not rounded as the user's are: no number that is reduced from those is subtracted from them.
+
+        `e^x - max` of a rounded e^x may be far above 0 before it is rounded.
+        """
+        waiting = list(form.e.atoms()) if form.exps else []
+        seen = set(waiting)
+        while waiting:
+            for arg in waiting.pop().all_input_nodes:
+                meaning = self.context.values.get(arg)
+                if isinstance(meaning, Form):
+                    if not meaning.exps:
+                        continue
+                    if value(arg).dtype.itemsize < dtype_of(form).itemsize:
+                        raise Refused("a number of rounded exponentials is added to the exact ones")
+                if arg not in seen:
+                    waiting.append(arg)
+                    seen.add(arg)
 
     def _are_over_one_root(self, written: Node, whole: Any) -> bool:
         """Else what was written into has become logits of its own, and `written` is a part of these."""

@@ -364,6 +364,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(prims.convert_element_type.default, x, torch.float64)
 
 
+@refused("a number of rounded exponentials is added to the exact ones")
+def _(s: Scratch, x: Node) -> None:
+    rounded = s.call(prims.convert_element_type.default, exponential(s, x), torch.bfloat16)
+    largest = s.call(aten.amax.default, rounded, [-1], True)
+    s.call(aten.sub.Tensor, rounded, largest)
+
+
 @refused("a matrix product with full-vocabulary values")
 def _(s: Scratch, x: Node) -> None:
     batch = s.input("logits", (2, 3, VOCAB))

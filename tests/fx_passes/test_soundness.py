@@ -525,6 +525,17 @@ def all_but_the_target_of_some_rows(x: Tensor, target: Tensor, weight: Tensor) -
     return (halves - 0.5 * p * F.one_hot(target, VOCAB)).sum(-1).log()
 
 
+def large_exponentials() -> Made:
+    return ((logits().detach() + 5).bfloat16().requires_grad_(),)
+
+
+@program("precision", large_exponentials)
+def exponentials_less_the_largest(x: Tensor) -> Tensor:
+    """The largest of the rounded ones: one that is not rounded may be far above it."""
+    y = x.exp()
+    return (y - y.amax(-1, keepdim=True)).exp().sum(-1) + x.logsumexp(-1)
+
+
 def far_apart() -> Made:
     x = with_values(logits(), r0c3=-1e4, r2c1=-1e4)
     return x, torch.tensor([3, 1, 1, 0, 5, 6]), torch.linspace(0.5, 1.5, ROWS)
