@@ -29,6 +29,7 @@ from fx_passes.graph.operators import (
     read_back,
     written_over,
 )
+from fx_passes.graph.order import ancestors
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
@@ -156,19 +157,22 @@ class Walk:
 
         `e^x - max` of a rounded e^x may be far above 0 before it is rounded.
         """
-        waiting = list(form.e.atoms()) if form.exps else []
-        seen = set(waiting)
-        while waiting:
-            for arg in waiting.pop().all_input_nodes:
-                meaning = self.context.values.get(arg)
-                if isinstance(meaning, Form):
-                    if not meaning.exps:
-                        continue
-                    if value(arg).dtype.itemsize < dtype_of(form).itemsize:
-                        raise Refused("a number of rounded exponentials is added to the exact ones")
-                if arg not in seen:
-                    waiting.append(arg)
-                    seen.add(arg)
+        if not form.exps:
+            return
+        for node in ancestors(form.e.atoms(), self._inputs_with_exponentials):
+            wide = isinstance(self.context.values.get(node), Form)
+            if wide and value(node).dtype.itemsize < dtype_of(form).itemsize:
+                raise Refused("a number of rounded exponentials is added to the exact ones")
+
+    def _inputs_with_exponentials(self, node: Node) -> list[Node]:
+        return [arg for arg in node.all_input_nodes if self._may_have_exponentials(arg)]
+
+    def _may_have_exponentials(self, node: Node) -> bool:
+        """A form that has some, or a number per row that may be made of such."""
+        meaning = self.context.values.get(node)
+        if isinstance(meaning, Form):
+            return bool(meaning.exps)
+        return self.context.emitter.made(node) or node in self.context.rows.of_logits
 
     def _are_over_one_root(self, written: Node, whole: Any) -> bool:
         """Else what was written into has become logits of its own, and `written` is a part of these."""
