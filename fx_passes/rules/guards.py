@@ -214,7 +214,7 @@ def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
 
 def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
-    if not outside.f.is_zero and (outside.x, outside.f) != (inside.x, inside.f):
+    if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
     at, hit = masked_column(c, mask)
     return with_column(c, outside, at, column(c, inside, (at,)), hit)

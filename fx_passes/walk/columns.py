@@ -73,17 +73,11 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
     """W with `written` at a column of every row in which `hit` is 1, not 0.
 
     Raises:
-        Refused: W's own element does not cancel, and may be so much larger that `written` would be lost.
+        Refused: W is a constant so much larger that `written` would be lost in it.
     """
-    there = column(c, form, (index,))
-    single = written.as_monomial()
-    atoms = [] if single is None or single[0] != 1.0 else [*dict(single[1])]
-    meant = c.rows.meaning(atoms[0]) if len(atoms) == 1 else written
-    cancels = set(there.atoms()).isdisjoint((meant - there).atoms())
-    beside = form.exps and not (written.is_zero or cancels)
-    if beside or (form.is_row and form.e.exceeds(LARGE)):
+    if form.is_row and form.e.exceeds(LARGE):
         raise Refused("a number is written beside larger ones, in which it would be lost")
-    return plus_column(c, form, index, (written - there) * hit)
+    return plus_column(c, form, index, (written - column(c, form, (index,))) * hit)
 
 
 def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:

@@ -27,6 +27,7 @@ RIGHT: dict[str, Program] = {
     "softmaxes over both dimensions": program("v0 = x.log_softmax(-1) + x.t().log_softmax(-1)", PICKED, **SQUARE),
     "two scales, one shift": program("(x.exp() + (x * 2).exp()).sum(-1).log()"),
     "two shifts, one scale": program("(x.exp() + (x - 1).exp()).sum(-1).log()"),
+    "a softmax and a given shift": program("(x.log_softmax(-1).exp() + (x - w[:, None]).exp()).sum(-1)"),
     "a softmax and its numerator": program("(x.softmax(-1) + (x - x.amax(-1, True)).exp()).sum(-1)"),
     "two targets": program("F.one_hot(t, 7) * x.log_softmax(-1) - F.one_hot(t.flip(0), 7) * x.log_softmax(-1)".join(["((", ").abs() * w[:, None]).sum(-1)"])),
     "a column of logits beside NaN": program("(F.one_hot(t, 7) * x).sum(1), F.cross_entropy(x, u)", lead=(1,), rows=("one NaN",)),
@@ -40,6 +41,7 @@ RIGHT: dict[str, Program] = {
     # what is not linear
     "a square of the logits": program("x.square().sum(-1), x.logsumexp(-1)"),
     "the logits times themselves": program("(x * x * x.softmax(-1)).sum(-1), x.logsumexp(-1)"),
+    "a softmax times log-probs times log-probs": program("v0 = x.log_softmax(-1)", "((v0.exp() * v0) * v0).sum(-1)"),
     "a softmax times logits times logits": program("((x.softmax(-1) * x) * x).sum(-1)"),
     "a softmax times logits and one times logits": program("((x.softmax(-1) * (x + 1)) * x).sum(-1)"),
     "a division that rounds down": program("v0 = x.log_softmax(-1).div(0.5, rounding_mode='floor')", PICKED),
@@ -116,6 +118,12 @@ RIGHT: dict[str, Program] = {
     "targets of some rows, others of others": program(
         "v0 = x.softmax(-1).scatter(-1, t[:, None], 0.0)",
         "v1 = x.softmax(-1).scatter(-1, t.flip(0)[:, None], 0.0)",
+        "v2 = torch.cat([v0[:2], v1[2:]])",
+        "v2.sum(-1), v2[:, 3]",
+    ),
+    "more at the targets of some rows, others of others": program(
+        "v0 = x.softmax(-1) * (1 + F.one_hot(t, 7))",
+        "v1 = x.softmax(-1) * (1 + F.one_hot(t.flip(0), 7))",
         "v2 = torch.cat([v0[:2], v1[2:]])",
         "v2.sum(-1), v2[:, 3]",
     ),

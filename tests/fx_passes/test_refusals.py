@@ -467,7 +467,7 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("a number is written beside larger ones, in which it would be lost")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.scatter.value, exponential(s, x), 1, hits(s, 3, 1), 1e-10)
+    s.call(aten.where.self, column_mask(s), x, number(s, -1e9))
 
 
 # ---------------------------------------------------------------- what begins a value

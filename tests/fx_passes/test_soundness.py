@@ -161,6 +161,12 @@ def zero_at_columns_that_are_not_there(x: Tensor, target: Tensor) -> Tensor:
     return torch.where(hot, 0.0, x.softmax(-1))[:, 0]
 
 
+@program("indices", lambda: (logits(), torch.tensor([0, -1, VOCAB, 3, -VOCAB, 2])))
+def labels_at_columns_that_are_not_there(x: Tensor, target: Tensor) -> Tensor:
+    hot = torch.arange(VOCAB) == target[:, None]
+    return (torch.where(hot, 0.9, 0.01) * x.log_softmax(-1)).sum(-1)
+
+
 # ---------------------------------------------------------------- masks of another value
 
 
@@ -1210,6 +1216,12 @@ def cross_entropy_of_logits_over_their_norm(x: Tensor, target: Tensor) -> Tensor
 @program("not a number", lambda: (logits(),))
 def infinity_taken_away(x: Tensor) -> Tensor:
     return (x - math.inf).softmax(-1).sum(-1) + x.logsumexp(-1)
+
+
+@program("not a number", lambda: (logits(), tokens()))
+def log_probs_lost_in_a_number(x: Tensor, target: Tensor) -> Tensor:
+    lost = x.log_softmax(-1) - 1e30
+    return lost.log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 @program("empty rows", lambda: (logits(),))
