@@ -954,6 +954,11 @@ MUTANTS = [
             "    if False:",
         ),
         (
+            "what cancels meets what does not", "rules/pointwise.py", "test_soundness.py beside_a_divergence",
+            "    if summed and any(_cancels_an_other(form) for form in operands):\n",
+            "    if False:\n",
+        ),
+        (
             "an infinite constant cancels", "rules/pointwise.py", "test_soundness.py lost_in_a_number",
             "form.e.exceeds(SWALLOWS) for",
             "False for",

@@ -99,6 +99,8 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
     """`result` of a sum or a product, as long as neither the logits nor a number per row vanished from it."""
     if summed and any(form.is_row and form.e.exceeds(SWALLOWS) for form in operands):
         raise Refused("a constant is added in which logits would be lost")
+    if summed and any(_cancels_an_other(form) for form in operands):
+        raise Refused("a softmax that cancels what is not known meets what does not")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
         raise Refused(
             "a number per row cancels there, and with it NaN and infinities, which would be lost"
@@ -111,6 +113,13 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
             "the logits cancel there, and with them NaN and infinities, which would be lost"
         )
     return result
+
+
+def _cancels_an_other(form: Form) -> bool:
+    """A gradient G that is not known and the -p sum(G) of its softmax: each may be far larger than both together."""
+    atoms = {atom for term in form.exps for atom in (*term.a.atoms(), *term.b.atoms())}
+    others = {other for other, _ in form.others}
+    return bool(atoms and others) and not others.isdisjoint(ancestors(atoms))
 
 
 def _loses_rows(c: Context, result: Form, operands: Sequence[Form], in_a_sum: bool) -> bool:

@@ -315,6 +315,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, x, number(s, 1e30))
 
 
+@refused("a softmax that cancels what is not known meets what does not")
+def _(s: Scratch, x: Node) -> None:
+    p, given = exponential(s, x), s.call(aten.sin.default, x)
+    part = s.call(aten.mul.Tensor, p, s.call(aten.sum.dim_IntList, given, [-1], True))
+    s.call(aten.add.Tensor, s.call(aten.sub.Tensor, given, part), p)
+
+
 @refused("alpha=0 takes a value out, and with it NaN and infinities")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, x, s.input("rows", (3, 1)), alpha=0)

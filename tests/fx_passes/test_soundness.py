@@ -1196,6 +1196,35 @@ def log_prob_beside_a_low_number(x: Tensor, target: Tensor) -> Tensor:
     return only.gather(-1, target[:, None])[:, 0]
 
 
+def peaked_apart() -> Made:
+    """The target is likely, and the other logits have it at e^-30000."""
+    x, other, target = logits(), logits(seed=2, grad=False), tokens()
+    rows = torch.arange(ROWS)
+    with torch.no_grad():
+        x[rows, target] = 30.0
+        other[rows, target] = -3e4
+    return x, other, target
+
+
+@program("precision", peaked_apart)
+def a_column_beside_a_divergence(x: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    """The two parts of the divergence's gradient are 30000 times what they come to."""
+    log_p, log_q = x.log_softmax(-1), other.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1) + x.gather(-1, target[:, None])[:, 0]
+
+
+@program("precision", peaked_apart)
+def a_cross_entropy_beside_a_divergence(x: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    log_p, log_q = x.log_softmax(-1), other.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1) + F.cross_entropy(x, target, reduction="none")
+
+
+@program("precision", peaked_apart)
+def a_function_beside_a_divergence(x: Tensor, other: Tensor, target: Tensor) -> Tensor:
+    log_p, log_q = x.log_softmax(-1), other.log_softmax(-1)
+    return x.sin().sum(-1) + (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 @program("signs", lambda: (logits(),))
 def log_of_what_may_be_negative(x: Tensor) -> Tensor:
     """NaN where it is."""
