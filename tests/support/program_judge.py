@@ -45,6 +45,7 @@ from tests.support.programs import Program
 MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 NOT_A_NUMBER = {"one NaN", "one +inf"}
+PLAIN_ROWS = dict.fromkeys(NOT_A_NUMBER, "plain")
 EXPONENTIALS = {2: 64.0, 4: 1e4, 8: 1e20}  # by itemsize: larger ones excuse nothing
 MOVES = 8  # by one rounding, each from where the last one led to
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
@@ -285,6 +286,10 @@ class _Infinities(TorchDispatchMode):
         return found
 
 
+def _with_rows(spec: Spec, instead: dict[str, str]) -> Spec:
+    return replace(spec, rows=tuple(instead.get(kind, kind) for kind in spec.rows))
+
+
 def _turned(spec: Spec) -> frozenset[str]:
     layouts = [at for at, grad in zip(spec.layout, spec.grads, strict=True) if grad != "none"]
     first = (at for at, layout in enumerate(layouts) if layout == "vocabulary first")
@@ -368,7 +373,7 @@ class Judge:
         runs += [self.run(fn, each) for each in inputs[DRAWS:]]
         clean = without = runs
         if NOT_A_NUMBER & set(spec.rows):
-            clean = self.other_rows(fn, spec, dict.fromkeys(NOT_A_NUMBER, "plain"))
+            clean = self.other_rows(fn, spec, PLAIN_ROWS)
         if "one +inf" in spec.rows:
             without = self.other_rows(fn, spec, {"one +inf": "one NaN"})
         errors = self.errors(fn, spec, runs, truth)
@@ -380,8 +385,7 @@ class Judge:
         return _Eager(runs, truth, clean, without, errors, rows, _turned(spec), *made)
 
     def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
-        changed = replace(spec, rows=tuple(instead.get(kind, kind) for kind in spec.rows))
-        return [self.run(fn, each) for each in self.inputs(changed)[:DRAWS]]
+        return [self.run(fn, each) for each in self.inputs(_with_rows(spec, instead))[:DRAWS]]
 
     def errors(
         self, fn: Callable[..., Any], spec: Spec, eager: list[_Run], truth: list[_Run]
@@ -403,7 +407,11 @@ class Judge:
             longer = spec.lead[0] + seed % 2 * self.dynamic
             return (longer, *spec.lead[1:])
 
-        return [make(spec, seed, lead(seed), self.shard) for seed in range(DRAWS + MORE_DRAWS)]
+        finite = _with_rows(spec, PLAIN_ROWS)  # NaN has no error
+        return [
+            make(spec if seed < DRAWS else finite, seed, lead(seed), self.shard)
+            for seed in range(DRAWS + MORE_DRAWS)
+        ]
 
     def true(self, fn: Callable[..., Any], spec: Spec, inputs: Inputs) -> _Run:
         with harness.in_float64():
