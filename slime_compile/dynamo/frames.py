@@ -1,8 +1,9 @@
 """What Dynamo did with the frames it was given: which it split, and which it left to Python.
 
-Entry points: `process_frames` (this process so far), `Watch` (during one call), `graph_break` and `breaks_before` (one
-graph). A frame that Dynamo gives up has no graph, no graph break and only a log line; what remains is torch's own
-record per compiled frame, the last 64 of them. Frames of torch's own files (a hook of FSDP's) are nobody's loss.
+Entry points: `process_frames` and `breaks_without_graph` (this process so far), `Watch` (during one call),
+`graph_break` and `breaks_before` (one graph). A frame that Dynamo gives up has no graph, no graph break and only a log
+line; what remains is torch's own record per compiled frame, the last 64 of them. Frames of torch's own files (a hook
+of FSDP's) are nobody's loss.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceed
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[Frame, float] = {}
+_without_graph: dict[Frame, float] = {}
 _restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
 """By compilation, then its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
 
@@ -51,12 +53,21 @@ def harvest() -> None:
         if each.compile_id and each.restart_reasons:
             during = ((each.start_time_us or 0) / 1e6, _ended(each))
             _restarts_of.setdefault(each.compile_id, {})[during] = tuple(_restarts(each))
+            if not each.graph_op_count and not each.fail_type and not _is_torchs(each.co_filename):
+                for frame in _restarts(each):
+                    _without_graph.setdefault(frame, _ended(each))
 
 
 def process_frames() -> dict[Frame, float]:
     """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
     harvest()
     return dict(_seen)
+
+
+def breaks_without_graph() -> dict[Frame, float]:
+    """Graph breaks before a frame's first operator, whatever backend they were meant for, and when (`time.time()`)."""
+    harvest()
+    return dict(_without_graph)
 
 
 def compile_id() -> str:
@@ -132,13 +143,17 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
             names[code] = (each.co_name, _place(each.co_filename, each.co_firstlineno))
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
-            if start.startswith(_TORCH):
+            if _is_torchs(start):
                 continue
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
             reason = _why(each.fail_reason or each.fail_type)
             frame = Frame.found(name, failed or start, reason)
             found.setdefault(frame, _ended(each))
     return found
+
+
+def _is_torchs(place: str | None) -> bool:
+    return (place or "").startswith(_TORCH)
 
 
 def _why(reason: str) -> str:

@@ -6,7 +6,7 @@ Entry points: `reports`, one by one; `summary`, in one.
 import threading
 import time
 
-from slime_compile.dynamo.frames import breaks_before, harvest, process_frames
+from slime_compile.dynamo.frames import breaks_before, breaks_without_graph, harvest, process_frames
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
 
@@ -32,11 +32,13 @@ def reports() -> list[Report]:
     """What this process has compiled or loaded from torch's compile cache, oldest first.
 
     One report per graph, with the graph breaks around it, and one without graphs per frame that Dynamo left to Python
-    (an exception while tracing, too many recompiles), which runs as plain eager code.
+    (an exception while tracing, too many recompiles), which runs as plain eager code, and per graph break before a
+    frame's first operator.
     """
     lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
+    split = [(when, Report(breaks=(frame,))) for frame, when in breaks_without_graph().items()]
     graphs = [(each.time, _report(each)) for each in list(_records)]
-    return [report for _, report in sorted([*graphs, *lost], key=lambda timed: timed[0])]
+    return [report for _, report in sorted([*graphs, *lost, *split], key=lambda timed: timed[0])]
 
 
 def _report(each: Record) -> Report:

@@ -345,6 +345,37 @@ def test_breaks_stay_with_their_graph_when_dynamo_numbers_anew() -> None:
     assert breaks == [1, 0, 0, 1, 0]
 
 
+class Printed(torch.autograd.Function):
+    """A backward that Dynamo cannot trace."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        print(gradient.sum().item())
+        return gradient[:, None].expand(ROWS, VOCAB)
+
+
+@pytest.mark.filterwarnings("ignore:.*Graph break from")
+def test_a_break_before_any_operator_is_in_the_reports() -> None:
+    """There is no graph that ends with it."""
+
+    def broken_at_once(logits: Tensor) -> Tensor:
+        return Printed.apply(logits) + logits.log_softmax(-1)[:, 0]
+
+    torch._dynamo.reset()
+    known = len(slime_compile.reports())
+    torch.compile(broken_at_once, backend="slime_fused", options=INTERPRETED)(data()[0])
+    first, *graphs = slime_compile.reports()[known:]
+    assert first.graphs == ()
+    assert sum(each.fused for each in graphs) > 0
+    assert [b.name for b in first.breaks] == ["broken_at_once"]
+    assert "item()" in first.breaks[0].reason
+    assert first.breaks[0] in slime_compile.summary().breaks
+
+
 def test_a_summary_lists_what_is_about_the_vocabulary() -> None:
     torch._dynamo.reset()
     before = slime_compile.summary()
