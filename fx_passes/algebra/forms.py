@@ -86,6 +86,10 @@ class Form:
         return self.is_affine and self.f.is_zero
 
     @property
+    def is_zero(self) -> bool:
+        return self.is_row and self.e.is_zero
+
+    @property
     def is_affine(self) -> bool:
         return not self.exps and not self.hots and not self.others
 

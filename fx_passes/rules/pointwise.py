@@ -13,7 +13,7 @@ from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_unclamp
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
-from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.rules.row_scalars import stays_rounded
@@ -99,8 +99,8 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
     """`result` of a sum or a product, as long as neither the logits nor a number per row vanished from it."""
     if summed and any(form.is_row and form.e.exceeds(SWALLOWS) for form in operands):
         raise Refused("a constant is added in which logits would be lost")
-    if summed and any(_cancels_an_other(form) for form in operands):
-        raise Refused("a softmax that cancels what is not known meets what does not")
+    if summed and any(map(_may_cancel, operands)):
+        raise Refused("a sum of what is known and what is not meets more, and may cancel first")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
         raise Refused(
             "a number per row cancels there, and with it NaN and infinities, which would be lost"
@@ -115,16 +115,18 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
     return result
 
 
-def _cancels_an_other(form: Form) -> bool:
-    """A gradient G that is not known and the -p sum(G) of its softmax: each may be far larger than both together."""
-    atoms = {atom for term in form.exps for atom in (*term.a.atoms(), *term.b.atoms())}
-    others = {other for other, _ in form.others}
-    return bool(atoms and others) and not others.isdisjoint(ancestors(atoms))
+def _may_cancel(form: Form) -> bool:
+    """Whether what is known is added to what is not: not to a gradient that comes in from outside of the graph."""
+    made = any(
+        under(other, VIEWS | CASTS).op != "placeholder" or not is_backward(other)
+        for other, _ in form.others
+    )
+    return made and not form.with_(others=()).is_zero
 
 
 def _loses_rows(c: Context, result: Form, operands: Sequence[Form], in_a_sum: bool) -> bool:
     """Whether a number per row cancels; `in_a_sum` of backward, one that logits are shifted or scaled by."""
-    if any(form.is_row and form.e.is_zero for form in (result, *operands)):
+    if any(form.is_zero for form in (result, *operands)):
         return False
     read = Form.inner_atoms if in_a_sum else Form.atoms
     gone = {atom for form in operands for atom in read(form)} - result.atoms()

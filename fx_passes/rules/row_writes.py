@@ -120,7 +120,7 @@ def write_rows(
     """`base` with `piece` written over the rows that the step `key` takes."""
     parent = _parent(c, piece, key, shape, vdim)
     placed = _placed(c, piece, parent, key)
-    if base.is_row and base.e.is_zero:
+    if base.is_zero:
         return placed
     hole = Form(piece.shape, piece.vdim, piece.x, e=Poly.number(1.0))
     gone = _placed(c, hole, parent, key).e

@@ -365,5 +365,5 @@ def _check_shape(node: Node, form: Form) -> None:
 
 def _is_computed(form: Form, node: Node) -> bool:
     """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
-    vanishes = form.is_row and form.e.is_zero and form.x is not None
+    vanishes = form.is_zero and form.x is not None
     return node.target not in WHOLE_VIEWS and (bool(form.exps) or vanishes)

@@ -91,6 +91,20 @@ inline Vec<double> exponential(Vec<double> u) {
   return u.exp();
 }
 
+// From where exp(u) may be 0 for float32, and denormal for torch.
+constexpr float DENORMAL = -86.9f;
+
+// The same for any u below 89, with the denormal numbers too: there exp(u) is the square of exp(u / 2), until those end.
+inline Vec<float> exponential_to_zero(Vec<float> u) {
+  const Vec<float> normal = exponential(at::vec::clamp_min(u, Vec<float>(LOW<float>))), none(-104.0f);
+  const Vec<float> root = exponential(at::vec::clamp_min(u, none) * Vec<float>(0.5f)) & (u > none);
+  return Vec<float>::blendv(normal, root * root, u < Vec<float>(DENORMAL));
+}
+
+inline Vec<double> exponential_to_zero(Vec<double> u) {
+  return u.exp();
+}
+
 // ---- rows, blocks --------------------------------------------------------------------------------------------------
 
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
@@ -404,11 +418,12 @@ struct Coefficients {
 
 // exp(z - shift) (a + b z), z = scale (x - center); 0 where z is -inf, unless the shift says that there is no softmax.
 // x is not looked at where the scale is 0, nor anything where a and b are.
-template <typename T>
+template <typename T, bool DENORMALS>
 Vec<T> term_value(Vec<T> x, const Term<T>& term) {
   if (term.a == 0 && term.b == 0) return Vec<T>(0);
   const Vec<T> z = term.scale == 0 ? Vec<T>(0) : (x - Vec<T>(term.center)) * Vec<T>(term.scale);
-  const Vec<T> e = exponential(at::vec::clamp(z - Vec<T>(term.shift), Vec<T>(LOW<T>), Vec<T>(HIGH<T>)));
+  const Vec<T> u = at::vec::clamp(z - Vec<T>(term.shift), Vec<T>(DENORMALS ? T(-1000) : LOW<T>), Vec<T>(HIGH<T>));
+  const Vec<T> e = DENORMALS ? exponential_to_zero(u) : exponential(u);
   const Vec<T> value = e * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
   return std::isnan(term.shift) ? value : Vec<T>::blendv(value, Vec<T>(0), z == Vec<T>(-INF<T>));
 }
@@ -422,8 +437,22 @@ Vec<T> softmax_value(Vec<T> x, const Term<T>& term) {
   return Vec<T>::blendv(value, Vec<T>(0), x == Vec<T>(0));
 }
 
+// Whether a block has exponentials that may be denormal and have nothing beside them: a softmax, whose logarithm may be
+// taken. In the gradient of a loss, with its one-hot terms, nobody can tell them from 0.
+template <typename T>
+bool has_denormals(const T* x, int64_t n, const Coefficients<T>& of) {
+  bool found = false;
+  if (std::is_same_v<T, double> || of.hots_count || of.affine[0] != 0 || of.affine[2] != 0) return found;
+  for (int64_t k = 0; k < of.terms_count && !found; ++k) {
+    const Term<T>& term = of.terms[k];
+    const T sign = term.scale < 0 ? T(1) : T(-1);
+    found = term.scale != 0 && (sign * top_of(x, n, sign) - term.center) * term.scale - term.shift < T(DENORMAL);
+  }
+  return found;
+}
+
 // What is not one-hot. K is the number of terms, or -1 for any. out may be x.
-template <typename T, int K, bool SOFTMAX>
+template <typename T, int K, bool SOFTMAX, bool DENORMALS = false>
 void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
   constexpr int64_t W = Vec<T>::size();
   const Vec<T> f(of.affine[0]), center(of.affine[1]), e(of.affine[2]);
@@ -431,7 +460,7 @@ void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
   const auto value = [&](Vec<T> v) {
     Vec<T> sum = linear ? f * (v - center) + e : e;
     for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
-      sum = sum + (SOFTMAX ? softmax_value(v, of.terms[k]) : term_value(v, of.terms[k]));
+      sum = sum + (SOFTMAX ? softmax_value(v, of.terms[k]) : term_value<T, DENORMALS>(v, of.terms[k]));
     return sum;
   };
   int64_t i = 0;
@@ -442,6 +471,7 @@ void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
 template <typename T>
 void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
   if (of.softmax) block_values<T, 1, true>(x, out, n, of);
+  else if (has_denormals(x, n, of)) block_values<T, -1, false, true>(x, out, n, of);
   else if (of.terms_count == 1) block_values<T, 1, false>(x, out, n, of);
   else block_values<T, -1, false>(x, out, n, of);
   for (int64_t k = 0; k < of.hots_count; ++k) {

@@ -315,11 +315,10 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, x, number(s, 1e30))
 
 
-@refused("a softmax that cancels what is not known meets what does not")
+@refused("a sum of what is known and what is not meets more, and may cancel first")
 def _(s: Scratch, x: Node) -> None:
-    p, given = exponential(s, x), s.call(aten.sin.default, x)
-    part = s.call(aten.mul.Tensor, p, s.call(aten.sum.dim_IntList, given, [-1], True))
-    s.call(aten.add.Tensor, s.call(aten.sub.Tensor, given, part), p)
+    p = exponential(s, x)
+    s.call(aten.sub.Tensor, s.call(aten.add.Tensor, s.call(aten.sin.default, x), p), p)
 
 
 @refused("alpha=0 takes a value out, and with it NaN and infinities")

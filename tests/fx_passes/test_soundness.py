@@ -1225,6 +1225,46 @@ def a_function_beside_a_divergence(x: Tensor, other: Tensor, target: Tensor) -> 
     return x.sin().sum(-1) + (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+def confident() -> Made:
+    """One token is likely in all rows, of both."""
+    x, other, target = logits(), logits(seed=2, grad=False), tokens()
+    with torch.no_grad():
+        for each in (x, other):
+            each[torch.arange(ROWS), target] = each.amax(-1) + 17
+    return x, other
+
+
+@program("precision", confident)
+def a_gradient_far_below_what_they_come_to(x: Tensor, other: Tensor) -> Tensor:
+    log_p = x.log_softmax(-1)
+    return log_p.exp().sin().sum(-1) - log_p.exp().sum(-1) * math.cos(1)
+
+
+@program("precision", confident)
+def mixtures_far_below_what_they_come_to(x: Tensor, other: Tensor) -> Tensor:
+    """The gradient alone: whether a value's roundings cancel is decided by how the sum of exponentials is rounded."""
+    log_p, log_q = x.log_softmax(-1), other.log_softmax(-1)
+    mixed = (0.5 * log_p.exp() + 0.5 * log_q.exp()).log()
+    one, two = log_p.exp() * (log_p - mixed), log_q.exp() * (log_q - mixed)
+    divergence = (one + two).sum(-1)
+    return divergence - divergence.detach()
+
+
+def unlikely() -> Made:
+    """Probabilities near the smallest numbers of float32."""
+    x = logits()
+    with torch.no_grad():
+        x[torch.arange(ROWS), tokens()] = x.amax(-1) + torch.linspace(80, 95, ROWS)
+    return (x,)
+
+
+@program("denormal numbers", unlikely)
+def logarithms_of_probabilities(x: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    kept = p.topk(3)[0].sum(-1) + (p * x.log_softmax(-1)).sum(-1)
+    return p.detach().log().mean(-1) + kept
+
+
 @program("signs", lambda: (logits(),))
 def log_of_what_may_be_negative(x: Tensor) -> Tensor:
     """NaN where it is."""

@@ -265,6 +265,21 @@ def test_row_grad_of_large_offsets(gen: torch.Generator, dtype: torch.dtype) -> 
     check_grad(x, _coefficients(gen, x))
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_a_softmax_ends_where_float32_does(scale: float, terms: int) -> None:
+    """Denormal numbers are not 0: a logarithm may be taken of them."""
+    x = torch.linspace(-110, 0, 4001).expand(2, -1) * scale
+    x[1, :1000] = -torch.inf * scale
+    own = torch.tensor([scale, 0.0, 0.0, 1.0 / terms, 0.0]).expand(2, terms, 5)
+    none = torch.zeros(2, 0)
+    found = ops.row_grad(x, own, torch.zeros(2, 3), none.long(), none, False, x.dtype, "")
+    truth = (x.double() * scale).exp()
+    smallest = terms * torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    error = (found.double() - truth).abs()
+    assert bool((error <= terms * torch.finfo(torch.float32).eps * truth + smallest).all())
+
+
 def test_row_grad_of_expanded_rows_and_of_one_row(gen: torch.Generator) -> None:
     row = _logits(gen, 1, 129, torch.float32)
     check_grad(row.expand(7, 129), _coefficients(gen, row.expand(7, 129)))
