@@ -954,11 +954,6 @@ MUTANTS = [
             "    if False:",
         ),
         (
-            "columns in half precision are added exactly", "rules/columns.py", "test_soundness.py probabilities_of_columns or probabilities_by_index",
-            "    if narrow and isinstance(index, Node)",
-            "    if False and isinstance(index, Node)",
-        ),
-        (
             "what is not known is added last", "rules/pointwise.py", "test_soundness.py beside_a_divergence or what_they_come_to",
             "    if summed and any(map(_may_cancel, operands)):\n",
             "    if False:\n",

@@ -118,7 +118,6 @@ def scatter_add(
     c: Context, node: Node, operand: Operand, dim: int, index: Operand, src: Operand
 ) -> Result:
     """W + [v == index] * src; any number of columns per row."""
-    _only_exact_sums(node, index, dim)
     return _scattered(c, operand, dim, index, src, accumulate=True)
 
 
@@ -137,8 +136,6 @@ def index_put(
     if form.is_row and not form.e.atoms():
         form = form.with_(vdim=len(form.shape) - 1)
     picked, columns = _row_and_column(c, form, indices)
-    if accumulate:
-        _only_exact_sums(node, columns, form.vdim)
     if isinstance(values, Node) and rank_of(values):
         values = c.emitter.call(aten.unsqueeze.default, values, rank_of(values))
     written = _written(c, picked, columns, _weight(c, form, values), accumulate)
@@ -162,13 +159,6 @@ def _scattered(
     if shape and not _matches(form, shape, index):
         raise Refused("a scatter of only some of what is given")
     return _written(c, form, index, weight, accumulate)
-
-
-def _only_exact_sums(node: Node, index: Operand, dim: int) -> None:
-    """In half precision what is added at a column that comes twice is rounded, and cancels with what is so, too."""
-    narrow = value(node).dtype.itemsize < torch.float32.itemsize
-    if narrow and isinstance(index, Node) and not same(shape_of(index)[dim], 1):
-        raise Refused("several columns per row, which may be the same, are added in half precision")
 
 
 def _shape_of_rows(src: Operand) -> Shape:

@@ -466,13 +466,6 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.gather.default, masked, -1, hits(s, 3, 2))
 
 
-@refused("several columns per row, which may be the same, are added in half precision")
-def _(s: Scratch, x: Node) -> None:
-    wide, added = exponential(s, x), s.input("rows", (3, 2))
-    half = [s.call(prims.convert_element_type.default, v, torch.bfloat16) for v in (wide, added)]
-    s.call(aten.scatter_add.default, half[0], -1, hits(s, 3, 2), half[1])
-
-
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.index_put.default, exponential(s, x), [s.iota(2), hits(s, 2)], number(s, 0.0))
