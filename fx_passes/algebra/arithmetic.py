@@ -130,6 +130,7 @@ def _both(index: tuple[Node, ...], one: OneHot, other: OneHot, extent: Extent | 
         one.weight + other.weight,
         extent,
         multiplied=one.multiplied or other.multiplied,
+        rounded=one.rounded or other.rounded,
     )
 
 
@@ -177,6 +178,8 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
 def _times_columns(
     form: Form, factor: Form, column: Callable[[Form, tuple[Node, ...]], Poly]
 ) -> list[OneHot]:
+    if factor.exps and any(hot.rounded for hot in form.hots):
+        raise Refused("a softmax times columns that are rounded where two of a row are the same")
     multiplied = factor.x is not None
     return [
         replace(t, weight=t.weight * column(factor, t.index), multiplied=t.multiplied or multiplied)

@@ -53,12 +53,14 @@ class OneHot:
     """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension.
 
     `multiplied`: a value of the logits times a column mask; at other columns it is 0 only where the row is not NaN.
+    `rounded`: several columns, which the program adds in half precision where they are the same.
     """
 
     index: tuple[Node, ...]
     weight: Poly
     extent: Extent | None = None
     multiplied: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True)

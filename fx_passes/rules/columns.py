@@ -111,14 +111,14 @@ def scatter(
     c: Context, node: Node, operand: Operand, dim: int, index: Operand, src: Operand
 ) -> Result:
     """W with `src` at one column per row: W + [v == index] (src - W[index])."""
-    return _scattered(c, operand, dim, index, src, accumulate=False)
+    return _scattered(c, node, operand, dim, index, src, accumulate=False)
 
 
 def scatter_add(
     c: Context, node: Node, operand: Operand, dim: int, index: Operand, src: Operand
 ) -> Result:
     """W + [v == index] * src; any number of columns per row."""
-    return _scattered(c, operand, dim, index, src, accumulate=True)
+    return _scattered(c, node, operand, dim, index, src, accumulate=True)
 
 
 def index_put(
@@ -138,12 +138,18 @@ def index_put(
     picked, columns = _row_and_column(c, form, indices)
     if isinstance(values, Node) and rank_of(values):
         values = c.emitter.call(aten.unsqueeze.default, values, rank_of(values))
-    written = _written(c, picked, columns, _weight(c, form, values), accumulate)
+    written = _written(c, node, picked, columns, _weight(c, form, values), accumulate)
     return _put_back(c, form, written)
 
 
 def _scattered(
-    c: Context, operand: Operand, dim: int, index: Operand, src: Operand, accumulate: bool
+    c: Context,
+    node: Node,
+    operand: Operand,
+    dim: int,
+    index: Operand,
+    src: Operand,
+    accumulate: bool,
 ) -> Form:
     if not isinstance(operand, Form) or not isinstance(index, Node):
         raise Refused("a scatter of full-vocabulary values")
@@ -158,7 +164,7 @@ def _scattered(
     shape = src.shape if isinstance(src, Form) else _shape_of_rows(src)
     if shape and not _matches(form, shape, index):
         raise Refused("a scatter of only some of what is given")
-    return _written(c, form, index, weight, accumulate)
+    return _written(c, node, form, index, weight, accumulate)
 
 
 def _shape_of_rows(src: Operand) -> Shape:
@@ -195,9 +201,11 @@ def _weight(c: Context, form: Form, src: Operand) -> Poly:
     return weight
 
 
-def _written(c: Context, form: Form, index: Node, weight: Poly, accumulate: bool) -> Form:
+def _written(
+    c: Context, node: Node, form: Form, index: Node, weight: Poly, accumulate: bool
+) -> Form:
     if accumulate:
-        return plus_column(c, form, index, weight)
+        return plus_column(c, form, index, weight, value(node).dtype)
     if not form.f.is_zero:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
     return with_column(c, form, index, weight)

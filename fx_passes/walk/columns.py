@@ -63,9 +63,12 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     return result
 
 
-def plus_column(c: Context, form: Form, index: Node, weight: Poly) -> Form:
-    """W + [v == index] * weight."""
-    hot = OneHot((index,), weight)
+def plus_column(
+    c: Context, form: Form, index: Node, weight: Poly, added_in: torch.dtype = torch.float32
+) -> Form:
+    """W + [v == index] * weight, where the program adds in `added_in`."""
+    several = not same(shape_of(index)[form.vdim], 1)
+    hot = OneHot((index,), weight, rounded=several and added_in.itemsize < torch.float32.itemsize)
     return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 
 

@@ -466,6 +466,14 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.gather.default, masked, -1, hits(s, 3, 2))
 
 
+@refused("a softmax times columns that are rounded where two of a row are the same")
+def _(s: Scratch, x: Node) -> None:
+    zeros = s.call(aten.full.default, [3, VOCAB], 0.0, dtype=torch.bfloat16, device="cpu")
+    added = s.call(prims.convert_element_type.default, s.input("rows", (3, 2)), torch.bfloat16)
+    columns = s.call(aten.scatter_add.default, zeros, -1, hits(s, 3, 2), added)
+    s.call(aten.mul.Tensor, exponential(s, x), columns)
+
+
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.index_put.default, exponential(s, x), [s.iota(2), hits(s, 2)], number(s, 0.0))

@@ -1265,6 +1265,26 @@ def logarithms_of_probabilities(x: Tensor) -> Tensor:
     return p.detach().log().mean(-1) + kept
 
 
+def a_column_twice() -> Made:
+    """Of three, and likely."""
+    x, columns = logits(), tokens(ROWS, 3)
+    columns[:, 1] = columns[:, 0]
+    with torch.no_grad():
+        x.scatter_(-1, columns[:, :1], 50.0)
+    weights = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(5))
+    return x.detach().bfloat16().requires_grad_(), columns, weights.bfloat16()
+
+
+@program("repeat", a_column_twice)
+def probabilities_of_columns(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    return (x.softmax(-1).gather(-1, columns) * weights).sum(-1)
+
+
+@program("repeat", a_column_twice)
+def probabilities_by_index(x: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    return (x.softmax(-1)[torch.arange(ROWS)[:, None], columns] * weights).sum(-1)
+
+
 @program("signs", lambda: (logits(),))
 def log_of_what_may_be_negative(x: Tensor) -> Tensor:
     """NaN where it is."""
