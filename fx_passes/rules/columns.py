@@ -205,7 +205,9 @@ def _written(
     c: Context, node: Node, form: Form, index: Node, weight: Poly, accumulate: bool
 ) -> Form:
     if accumulate:
-        return plus_column(c, form, index, weight, value(node).dtype)
+        several = not same(shape_of(index)[form.vdim], 1)
+        half = value(node).dtype.itemsize < torch.float32.itemsize
+        return plus_column(c, form, index, weight, rounded=several and half)
     if not form.f.is_zero:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
     return with_column(c, form, index, weight)

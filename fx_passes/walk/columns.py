@@ -63,12 +63,9 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     return result
 
 
-def plus_column(
-    c: Context, form: Form, index: Node, weight: Poly, added_in: torch.dtype = torch.float32
-) -> Form:
-    """W + [v == index] * weight, where the program adds in `added_in`."""
-    several = not same(shape_of(index)[form.vdim], 1)
-    hot = OneHot((index,), weight, rounded=several and added_in.itemsize < torch.float32.itemsize)
+def plus_column(c: Context, form: Form, index: Node, weight: Poly, rounded: bool = False) -> Form:
+    """W + [v == index] * weight; `rounded`: see `OneHot`."""
+    hot = OneHot((index,), weight, rounded=rounded)
     return add(form, form.with_(exps=(), e=ZERO, f=ZERO, hots=(hot,)), c.rows.zero_outside)
 
 

@@ -52,9 +52,10 @@ def harvest() -> None:
     for each in metrics:
         if each.compile_id and each.restart_reasons:
             during = ((each.start_time_us or 0) / 1e6, _ended(each))
-            _restarts_of.setdefault(each.compile_id, {})[during] = tuple(_restarts(each))
+            restarts = tuple(_restarts(each))
+            _restarts_of.setdefault(each.compile_id, {})[during] = restarts
             if not each.graph_op_count and not each.fail_type and not _is_torchs(each.co_filename):
-                for frame in _restarts(each):
+                for frame in restarts:
                     _without_graph.setdefault(frame, _ended(each))
 
 

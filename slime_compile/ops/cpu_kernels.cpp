@@ -102,7 +102,7 @@ inline Vec<float> exponential_to_zero(Vec<float> u) {
 }
 
 inline Vec<double> exponential_to_zero(Vec<double> u) {
-  return u.exp();
+  return exponential(u);
 }
 
 // ---- rows, blocks --------------------------------------------------------------------------------------------------
@@ -422,8 +422,8 @@ template <typename T, bool DENORMALS>
 Vec<T> term_value(Vec<T> x, const Term<T>& term) {
   if (term.a == 0 && term.b == 0) return Vec<T>(0);
   const Vec<T> z = term.scale == 0 ? Vec<T>(0) : (x - Vec<T>(term.center)) * Vec<T>(term.scale);
-  const Vec<T> u = at::vec::clamp(z - Vec<T>(term.shift), Vec<T>(DENORMALS ? T(-1000) : LOW<T>), Vec<T>(HIGH<T>));
-  const Vec<T> e = DENORMALS ? exponential_to_zero(u) : exponential(u);
+  const Vec<T> u = at::vec::clamp_max(z - Vec<T>(term.shift), Vec<T>(HIGH<T>));
+  const Vec<T> e = DENORMALS ? exponential_to_zero(u) : exponential(at::vec::clamp_min(u, Vec<T>(LOW<T>)));
   const Vec<T> value = e * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
   return std::isnan(term.shift) ? value : Vec<T>::blendv(value, Vec<T>(0), z == Vec<T>(-INF<T>));
 }

@@ -44,8 +44,7 @@ from tests.support.programs import Program
 
 MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
-NOT_A_NUMBER = {"one NaN", "one +inf"}
-PLAIN_ROWS = dict.fromkeys(NOT_A_NUMBER, "plain")
+FINITE_ROWS = {"one NaN": "plain", "one +inf": "plain"}  # what stands for rows that are no numbers
 EXPONENTIALS = {2: 64.0, 4: 1e4, 8: 1e20}  # by itemsize: larger ones excuse nothing
 MOVES = 8  # by one rounding, each from where the last one led to
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
@@ -372,8 +371,8 @@ class Judge:
             runs = [self.run(fn, each) for each in inputs[:DRAWS]]
         runs += [self.run(fn, each) for each in inputs[DRAWS:]]
         clean = without = runs
-        if NOT_A_NUMBER & set(spec.rows):
-            clean = self.other_rows(fn, spec, PLAIN_ROWS)
+        if FINITE_ROWS.keys() & spec.rows:
+            clean = self.other_rows(fn, spec, FINITE_ROWS)
         if "one +inf" in spec.rows:
             without = self.other_rows(fn, spec, {"one +inf": "one NaN"})
         errors = self.errors(fn, spec, runs, truth)
@@ -407,7 +406,7 @@ class Judge:
             longer = spec.lead[0] + seed % 2 * self.dynamic
             return (longer, *spec.lead[1:])
 
-        finite = _with_rows(spec, PLAIN_ROWS)  # NaN has no error
+        finite = _with_rows(spec, FINITE_ROWS)  # NaN has no error
         return [
             make(spec if seed < DRAWS else finite, seed, lead(seed), self.shard)
             for seed in range(DRAWS + MORE_DRAWS)
