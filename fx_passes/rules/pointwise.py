@@ -101,6 +101,8 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
         raise Refused("a constant is added in which logits would be lost")
     if summed and any(map(_may_cancel, operands)):
         raise Refused("a sum of what is known and what is not meets more, and may cancel first")
+    if summed and value(node).dtype.itemsize < torch.float32.itemsize and _may_cancel(result):
+        raise Refused("half precision adds what is known to what is not, and rounds both first")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
         raise Refused(
             "a number per row cancels there, and with it NaN and infinities, which would be lost"

@@ -321,6 +321,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, s.call(aten.add.Tensor, s.call(aten.sin.default, x), p), p)
 
 
+@refused("half precision adds what is known to what is not, and rounds both first")
+def _(s: Scratch, x: Node) -> None:
+    half = s.call(aten.sin.default, s.call(prims.convert_element_type.default, x, torch.bfloat16))
+    p = s.call(prims.convert_element_type.default, exponential(s, x), torch.bfloat16)
+    s.call(aten.add.Tensor, half, p)
+
+
 @refused("alpha=0 takes a value out, and with it NaN and infinities")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, x, s.input("rows", (3, 1)), alpha=0)

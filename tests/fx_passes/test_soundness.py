@@ -1250,6 +1250,16 @@ def mixtures_far_below_what_they_come_to(x: Tensor, other: Tensor) -> Tensor:
     return divergence - divergence.detach()
 
 
+def confident_in_half() -> Made:
+    x, other = (each.detach().bfloat16() for each in confident())
+    return x.requires_grad_(), other
+
+
+@program("precision", confident_in_half)
+def distances_to_the_maximum(x: Tensor, other: Tensor) -> Tensor:
+    return (x.softmax(-1) * (x - x.amax(-1, keepdim=True))).sum(-1) * 0.01
+
+
 def unlikely() -> Made:
     """Probabilities near the smallest numbers of float32."""
     x = logits()
