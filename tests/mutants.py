@@ -1057,6 +1057,16 @@ MUTANTS = [
             "        return total",
         ),
         (
+            "a copy that row_grad reads is computed again", "graph/recompute.py", "test_recompute.py",
+            "or reader.target is slime_fused.row_grad.default",
+            "or False",
+        ),
+        (
+            "a copy that is to be kept is computed again", "graph/recompute.py", "test_recompute.py",
+            'or "recompute" in copy.meta',
+            "or False",
+        ),
+        (
             "backward reads rows that forward has changed", "graph/changes.py", "test_changed_rows.py",
             "    if readers - computed(graph, {}, forward=True):",
             "    if False:",

@@ -51,6 +51,27 @@ def row_grads(graph: Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default))
 
 
+@pytest.mark.parametrize("name", ["masked_loss", "padded_vocabulary"])
+def test_copies_of_given_logits_are_not_kept(name: str) -> None:
+    given = inputs_of(PROGRAMS[name], 6, 40, torch.float32)
+    logits = given["logits"].requires_grad_()
+    assert wide_kept(compiled(PROGRAMS[name]), given) == {logits.data_ptr()}
+
+
+def wide_kept(function: Callable[..., Any], given: dict[str, Tensor]) -> set[int]:
+    """Where in memory the full-vocabulary numbers are that backward is left."""
+    kept: list[Tensor] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        function(**given)
+    shape = given["logits"].shape
+    return {each.data_ptr() for each in kept if each.shape == shape and each.is_floating_point()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_stored(name: str, dtype: torch.dtype, graphs: list[Graph]) -> None:

@@ -1,0 +1,93 @@
+"""What the partitioner is told to compute again in backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fx_passes.graph import recompute
+from tests.support import harness
+
+ROWS, VOCAB = 5, 64
+Program = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+
+
+def masked(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.masked_fill(~allowed, -math.inf), target)
+
+
+def doubled(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    return masked(logits * 2 - allowed.float(), allowed, target)
+
+
+def returned(logits: Tensor, allowed: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    kept = logits.masked_fill(~allowed, -math.inf)
+    return F.cross_entropy(kept, target), kept
+
+
+def softmax_returned(logits: Tensor, allowed: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    probs = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+    return -probs.gather(-1, target[:, None]).log().mean(), probs.detach()
+
+
+def among_columns(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    """Of a mask that is computed from the logits."""
+    return masked(logits, logits >= logits.topk(60, -1).values[:, -1:].detach(), target)
+
+
+def made_inside(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    return masked(logits @ torch.eye(VOCAB), allowed, target)
+
+
+def plain(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize(
+    ("program", "copies"),
+    [
+        (masked, 1),
+        (doubled, 1),
+        (returned, 0),
+        (softmax_returned, 0),
+        (among_columns, 0),
+        (made_inside, 0),
+        (plain, 0),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_copies(program: Program, copies: int, graphs: list[torch.fx.Graph]) -> None:
+    leaf = torch.randn(ROWS, VOCAB, requires_grad=True)
+    allowed, target = torch.arange(VOCAB) < VOCAB - 2, torch.arange(ROWS)
+    fused = torch.compile(program, backend="slime_fused", options=dict(harness.OPTIONS))
+    losses = [fn(leaf, allowed, target) for fn in (program, fused)]
+    one, two = (loss[0] if isinstance(loss, tuple) else loss for loss in losses)
+    torch.testing.assert_close(torch.autograd.grad(one, leaf), torch.autograd.grad(two, leaf))
+    (graph,) = graphs
+    policies = [node.meta.get("recompute") for node in graph.nodes]
+    assert policies.count(CheckpointPolicy.PREFER_RECOMPUTE) == copies
+    for node in graph.nodes:  # what someone has decided stays
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    recompute.recompute_copies(graph)
+    policies = [node.meta.get("recompute") for node in graph.nodes]
+    assert CheckpointPolicy.PREFER_RECOMPUTE not in policies
+
+
+def test_given_logits_that_forward_changes() -> None:
+    def changed(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+        loss = masked(logits, allowed, target)
+        logits.detach().zero_()
+        return loss
+
+    leaf = torch.randn(ROWS, VOCAB, requires_grad=True)
+    allowed, target = torch.arange(VOCAB) < VOCAB - 2, torch.arange(ROWS)
+    fused = torch.compile(changed, backend="slime_fused", options=dict(harness.OPTIONS))
+    one, two = (torch.autograd.grad(fn(leaf * 1, allowed, target), leaf) for fn in (changed, fused))
+    torch.testing.assert_close(one, two)
