@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import slime_compile
 from tests.support import harness
@@ -185,6 +186,7 @@ class _Eager:
         divides_by_zero: whether it divides a row by a number that is 0.
         dtype: of the logits.
         precision: the coarsest dtype that its text names.
+        coarse: names of the values that it computes from full-vocabulary numbers in a coarser dtype than the logits'.
         logits: the largest of them: in float64, which is the truth itself, eager code rounds as far as that.
         exponentials: the largest finite one that it takes, 1 of log-probs: what cancels there has its rounding.
     """
@@ -201,6 +203,7 @@ class _Eager:
     divides_by_zero: bool
     dtype: torch.dtype
     precision: torch.dtype
+    coarse: frozenset[str]
     logits: float
     exponentials: float
 
@@ -236,7 +239,7 @@ class _Eager:
                 lost |= eager.isinf()
                 of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
                 lost |= of_row.any(0 if name in self.turned else -1, keepdim=True)
-            precision = self.precision_of(true[name], eager.dtype, usual)
+            precision = self.precision_of(name, true[name], eager.dtype, usual)
             between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
             between = max(between, min(self.exponentials, EXPONENTIALS[eager.dtype.itemsize]))
             found[name] = compare(
@@ -252,8 +255,15 @@ class _Eager:
         before, after = (self.runs[at].values()[f"{w} {number}"] for w in ("after_forward", what))
         return not torch.equal(before.nan_to_num(), after.nan_to_num())
 
-    def precision_of(self, true: Tensor, dtype: torch.dtype, usual: float) -> torch.dtype:
-        """float64 for a value that eager code computes without any that is coarser, whatever else is in the program."""
+    def precision_of(
+        self, name: str, true: Tensor, dtype: torch.dtype, usual: float
+    ) -> torch.dtype:
+        """float64 for a value that eager code computes without any that is coarser, whatever else is in the program.
+
+        That it has no error does not say so: what is coarse may cancel, and how it is rounded with it.
+        """
+        if name in self.coarse:
+            return self.precision
         finite = true[true.isfinite()].abs()
         magnitude = float(finite.max()) if finite.numel() else 0.0
         exact = usual <= EXACT * max(magnitude, self.logits, 1.0)
@@ -283,6 +293,36 @@ class _Infinities(TorchDispatchMode):
         if func.overloadpacket in (aten.exp, aten.expm1):
             self.largest = max([self.largest, *found[found.isfinite()].flatten().tolist()])
         return found
+
+
+class _Coarser(TorchDispatchMode):
+    """The memory of what a `with` block computes from full-vocabulary numbers in a coarser dtype than the logits'."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        self.vocab, self.eps = spec.vocab, torch.finfo(getattr(torch, spec.dtype)).eps
+        self.found: dict[
+            int, torch.UntypedStorage
+        ] = {}  # alive, so that its place is not another's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        coarse = any(map(self.has, _tensors((args, kwargs))))
+        for each in _tensors(made):
+            if each.is_floating_point() and (coarse or self.rounds(each)):
+                storage = each.untyped_storage()
+                self.found[storage._cdata] = storage
+        return made
+
+    def rounds(self, made: Tensor) -> bool:
+        return made.shape[-1:] == (self.vocab,) and torch.finfo(made.dtype).eps > self.eps
+
+    def has(self, value: Tensor) -> bool:
+        return value.untyped_storage()._cdata in self.found
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
 
 
 def _with_rows(spec: Spec, instead: dict[str, str]) -> Spec:
@@ -367,8 +407,9 @@ class Judge:
         spec = program.spec
         inputs = self.inputs(spec)
         truth = [self.true(fn, spec, each) for each in inputs]
-        with _Infinities() as seen:
+        with _Infinities() as seen, _Coarser(spec) as coarser:
             runs = [self.run(fn, each) for each in inputs[:DRAWS]]
+            coarse = {n for each in runs for n, v in each.values().items() if coarser.has(v)}
         runs += [self.run(fn, each) for each in inputs[DRAWS:]]
         clean = without = runs
         if FINITE_ROWS.keys() & spec.rows:
@@ -380,8 +421,18 @@ class Judge:
         precision = _coarsest(program.source, dtype)
         rows = frozenset(spec.rows)
         empty = seen.rows and "only -inf" not in rows
-        made = (seen.any, empty, seen.by_zero, dtype, precision, logits, seen.largest)
-        return _Eager(runs, truth, clean, without, errors, rows, _turned(spec), *made)
+        turned = _turned(spec)
+        made = (
+            seen.any,
+            empty,
+            seen.by_zero,
+            dtype,
+            precision,
+            frozenset(coarse),
+            logits,
+            seen.largest,
+        )
+        return _Eager(runs, truth, clean, without, errors, rows, turned, *made)
 
     def other_rows(self, fn: Callable[..., Any], spec: Spec, instead: dict[str, str]) -> list[_Run]:
         return [self.run(fn, each) for each in self.inputs(_with_rows(spec, instead))[:DRAWS]]
