@@ -1122,6 +1122,11 @@ MUTANTS = [
             "    return torch.float64 if torch.float64 in floating else torch.float32\n",
         ),
         (
+            "numbers of no known level are taken away in some rows", "walk/near.py", "test_soundness.py rows_beside_those",
+            "    if c.rows.is_placed(form.f):  # `near`",
+            "    if False:  # `near`",
+        ),
+        (
             "a constant is no offset", "walk/near.py", "test_soundness.py a_constant_near",
             "    if constant or len(given) > 1 or (given and levels):\n",
             "    if len(given) > 1 or (given and levels):\n",

@@ -47,6 +47,8 @@ def only_one_offset(c: Context, form: Form) -> None:
         return
     given = [monomial for monomial in form.e.terms if _is_programs_own(c, form, monomial)]
     constant = any(not any(c.rows.is_given(atom) for atom, _ in monomial) for monomial in given)
+    if c.rows.is_placed(form.f):  # `near` finds nothing that it could take away in some rows alone
+        given += [monomial for monomial in form.e.terms if _is_unknown_level(c, monomial)]
     levels = any(c.rows.logits_of(atom) is not None for atom in form.e.atoms())
     if constant or len(given) > 1 or (given and levels):
         raise Refused(
@@ -76,6 +78,13 @@ def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
     if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):
         return False
     return bool(given) or not c.rows.is_placed(form.f)
+
+
+def _is_unknown_level(c: Context, monomial: Monomial) -> bool:
+    """A number that was made of the logits, it is not known how: it may be as large as they are."""
+    made = [atom for atom, _ in monomial if is_float_tensor(atom) and not c.rows.is_given(atom)]
+    known = c.rows.zero_outside | c.rows.level_free
+    return any(under(atom, VIEWS) not in known and c.rows.logits_of(atom) is None for atom in made)
 
 
 def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:

@@ -6,7 +6,6 @@ The counts that a run prints are those of `program_judge.Counts`; a failure prin
 import importlib
 import random
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from fx_passes import rules
 from fx_passes.graph.returned import Returned
 from tests.support import harness, ranks
 from tests.support.program_inputs import NAMES, Spec
-from tests.support.program_judge import Counts, Judge, Verdict
+from tests.support.program_judge import Counts, Judge, Verdict, runs_in_eager
 from tests.support.program_memory import apart_from, sharing
 from tests.support.program_parts import BESIDE, PARTS, TWINS
 from tests.support.programs import Program, _Drawing, draw_spec, generate, programs, script
@@ -94,7 +93,7 @@ def test_programs_over_two_ranks(batch: int) -> None:
     some, seed = [], MANY + 100 * batch
     while len(some) < 5:
         program = generate(seed := seed + 1, collectives=True)
-        if all(_runs_in_eager(Judge(shard=shard), program) for shard in range(2)):
+        if all(runs_in_eager(Judge(shard=shard), program) for shard in range(2)):
             some.append((seed, program))
     counts = Counts()
     for found in ranks.on_ranks(2, _on_rank, some):
@@ -106,17 +105,6 @@ def test_programs_over_two_ranks(batch: int) -> None:
         f"{seed}: {verdict.detail}\n{p.spec}\n{p.source}" for seed, p, verdict in counts.failures
     ]
     assert not told, "\n".join(told)
-
-
-def _runs_in_eager(judge: Judge, program: Program) -> bool:
-    """An exception on one rank would leave the other one waiting."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            judge.eager(program.function(), program)
-    except Exception:  # whatever eager code refuses
-        return False
-    return True
 
 
 def test_a_seed_is_a_program() -> None:

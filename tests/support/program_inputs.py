@@ -41,8 +41,8 @@ LAYOUTS: dict[str, tuple[Callable[[Shape], Shape], Callable[[Tensor], Tensor]]] 
 RowKind = Callable[[Tensor, torch.Generator, int], Tensor]
 
 
-def _peaked(row: Tensor, draw: torch.Generator, target: int) -> Tensor:
-    return _with(row, int(torch.randint(row.numel(), (), generator=draw)), 40.0)
+def _peaked(row: Tensor, draw: torch.Generator, target: int, more: float = 40.0) -> Tensor:
+    return _with(row, int(torch.randint(row.numel(), (), generator=draw)), more)
 
 
 def _with(row: Tensor, column: int, more: float) -> Tensor:
@@ -80,6 +80,17 @@ ROWS: dict[str, RowKind] = {
     "one NaN": lambda row, *_: torch.cat([row.new_tensor([math.nan]), row[1:]]),
     "some finfo.min": lambda row, *rest: _some(FINFO_MIN)(row, *rest),
 }
+# Further kinds, of rows with a token that is more or less certain; `program_rows` alone draws them.
+CONFIDENT: dict[str, RowKind] = {
+    "10 times": lambda row, *_: 10 * row,
+    "token + 9": lambda row, draw, target: _peaked(row, draw, target, 9.0),
+    "token + 17": lambda row, draw, target: _peaked(row, draw, target, 17.0),
+    "token + 25": lambda row, draw, target: _peaked(row, draw, target, 25.0),
+    "target + 17": lambda row, draw, target: _with(row, target, 17.0),
+    "target - 30": lambda row, draw, target: _with(row, target, -30.0),
+    "first + 17": lambda row, *_: _with(row, 0, 17.0),
+    "first + 30": lambda row, *_: _with(row, 0, 30.0),
+}
 FINFO_MIN = -65504.0  # float16's: exists in every dtype but for bfloat16's rounding
 
 # What `u` holds beside valid indices, and its dtype.
@@ -105,7 +116,7 @@ class Spec:
         row_dtype: of w, tau, col, reward and state.
         layout: a key of `LAYOUTS`, for x and for y.
         grads: for x and y: "leaf", "inside" (a value that has a gradient), "none".
-        rows: kinds of rows, keys of `ROWS`; each row draws one.
+        rows: kinds of rows, keys of `ROWS` or `CONFIDENT`; each row draws one.
         misses: a key of `MISSES`.
     """
 
@@ -167,7 +178,7 @@ def _rows(spec: Spec, target: Tensor, draw: torch.Generator) -> Tensor:
     values = 3 * torch.randn(target.numel(), spec.vocab, generator=draw)
     for at, (row, column) in enumerate(zip(values, target.flatten().tolist(), strict=True)):
         chosen = int(torch.randint(len(spec.rows), (), generator=draw))
-        values[at] = ROWS[spec.rows[chosen]](row, draw, column)
+        values[at] = (ROWS | CONFIDENT)[spec.rows[chosen]](row, draw, column)
     return values.view(*target.shape, spec.vocab)
 
 

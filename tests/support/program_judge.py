@@ -1,11 +1,11 @@
 """Is what was compiled as right as eager code? The verdict on one program.
 
-Entry point: `Judge(...).judge(program) -> Verdict`. Eager code in the same dtype gives special values and the size of
-an honest error, the same program in float64 the truth, `aot_eager_decomp_partition` (or inductor) the faults that are
-torch's own: where plain torch differs in the same places. Compared are outputs and their dtypes, who requires a
-gradient, gradients for upstream gradients of several kinds, what is visible in everything that was given after forward
-and after backward, which results share memory with one another or with what was given, and whether gradients stay
-where the caller changes a result that has none.
+Entry points: `Judge(...).judge(program) -> Verdict`, `runs_in_eager`. Eager code in the same dtype gives special values
+and the size of an honest error, the same program in float64 the truth, `aot_eager_decomp_partition` (or inductor) the
+faults that are torch's own: where plain torch differs in the same places. Compared are outputs and their dtypes, who
+requires a gradient, gradients for upstream gradients of several kinds, what is visible in everything that was given
+after forward and after backward, which results share memory with one another or with what was given, and whether
+gradients stay where the caller changes a result that has none.
 
 These deviations are allowed. What is not finite in eager code because of a logit of -inf, or of an exponential that is
 larger than the dtype, may be finite. A row that is multiplied with nothing but zeros may have no gradient, or that of
@@ -547,6 +547,17 @@ class Judge:
                 if both.any() and (a - b)[both].abs().max() > 1000 * eps * b[both].abs().max():
                     return True
         return False
+
+
+def runs_in_eager(judge: Judge, program: Program) -> bool:
+    """Whether eager code says anything: an exception on one rank would leave the other one waiting."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            judge.eager(program.function(), program)
+    except Exception:  # whatever eager code refuses
+        return False
+    return True
 
 
 def _own(run: _Run) -> list[int]:
