@@ -222,8 +222,14 @@ MUTANTS = [
         ),
         (
             "above the lowest number is not -inf", "rules/guards.py", "test_soundness.py another_mask",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node, form) else None",
-            "    return (Guard.MINUS_INF, True) if form.is_affine and number <= _lowest(node, form) else None",
+            "    return Guard.LOWEST if number == lowest else Guard.MINUS_INF, True",
+            "    return Guard.MINUS_INF, True",
+        ),
+        (
+            "a larger number is no less than the lowest", "rules/guards.py",
+            "test_small_programs.py right and above",
+            "    if not form.is_affine or number > lowest:",
+            "    if not form.is_affine or number > -1.0:",
         ),
         (
             "p > anything is p > 0", "rules/guards.py", "test_small_programs.py right and (above)",
@@ -257,8 +263,8 @@ MUTANTS = [
         ),
         (
             "a guard puts anything", "rules/guards.py", "test_small_programs.py right and (one_where)",
-            "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:",
-            "    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and right.is_exp:",
+            "    if mask.guard in _LIMITS and constant == 0 and right.is_exp:",
+            "    if mask.guard in _LIMITS and right.is_exp:",
         ),
         (
             "an index that misses is written", "rules/guards.py", "test_soundness.py labels_at_columns_that",

@@ -126,6 +126,7 @@ class Guard(Enum):
 
     NULL = "the probability is zero"
     MINUS_INF = "the value is -inf"
+    LOWEST = "the value is -inf or the dtype's lowest number"
     NAN = "the value is NaN"
     COLUMN = "the column is the row's index"
     PEAK = "the value is the row's maximum"

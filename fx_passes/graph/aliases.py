@@ -117,7 +117,9 @@ def viewed_inputs(node: Node) -> list[Node]:
 def own_copy(graph: Graph, node: Node) -> Node:
     """A copy of `node` at the insertion point: the larger of two that are one. Inductor takes out many a clone."""
     copy = graph.call_function(aten.maximum.default, (node, node))
-    copy.meta = {**node.meta, "val": value(node).clone()}
+    # an input's tells how it is given, and that it is changed
+    told = {} if node.op == "placeholder" else node.meta
+    copy.meta = {**told, "val": value(node).clone()}
     return copy
 
 

@@ -26,6 +26,9 @@ aten = torch.ops.aten
 _TRUE_OF_NAN = {aten.ne.Scalar}
 """Comparisons that hold of NaN."""
 
+_LIMITS = {Guard.NULL, Guard.MINUS_INF, Guard.LOWEST}
+"""Where exponentials are zero."""
+
 Seen = tuple[Guard, bool]
 """A guard, and whether the comparison is its negation."""
 
@@ -66,11 +69,14 @@ def at_least(c: Context, node: Node, form: Form, number: float) -> Seen | None:
 
 
 def above(c: Context, node: Node, form: Form, number: float) -> Seen | None:
-    """`x > number` for a number below finfo.min; `p > 0`, not of a `p` that may be negative."""
+    """`x > number` for a number of at most finfo.min; `p > 0`, not of a `p` that may be negative."""
     if form.is_exp and number == 0:
         positive = all(term.b.is_zero and c.rows.is_positive(term.a) for term in form.exps)
         return (Guard.NULL, True) if positive else None
-    return (Guard.MINUS_INF, True) if form.is_affine and number < _lowest(node, form) else None
+    lowest = _lowest(node, form)
+    if not form.is_affine or number > lowest:
+        return None
+    return Guard.LOWEST if number == lowest else Guard.MINUS_INF, True
 
 
 def _lowest(node: Node, form: Form) -> float:
@@ -160,7 +166,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
         if _is_nan_too(c, mask.form, right):
             return right
         raise Refused("where another value is NaN, NaN is put")
-    if mask.guard in (Guard.NULL, Guard.MINUS_INF) and constant == 0 and right.is_exp:
+    if mask.guard in _LIMITS and constant == 0 and right.is_exp:
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
             return _beside_guarded_rows(c, mask, right)
         raise Refused(f"where {mask.guard.value}, another value is put to zero")
@@ -186,7 +192,9 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
         plain = not others and guarded.b.is_zero and c.rows.is_positive(guarded.a)
         return plain and (term.scale, term.shift) == (guarded.scale, guarded.shift)
     if (term.scale, term.shift) == (form.f, -form.e):
-        return True
+        return True  # exp of what is compared; finfo.min, too, is far below what has an exponential
+    if mask.guard is Guard.LOWEST:
+        return False
     scale, factor = term.scale.as_number(), form.f.as_number()
     # with a factor of at most 1, nothing but -inf is -inf
     both = scale is not None and factor is not None and scale > 0 and 0 < factor <= 1

@@ -8,14 +8,13 @@ would be differentiated in place of the backward.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Set
 from types import CodeType
 
 import torch
 from torch.autograd.function import Function
 
 __all__ = ["within_function"]
-
-_APPLY: CodeType = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def within_function() -> bool:
@@ -24,7 +23,7 @@ def within_function() -> bool:
 
 
 def _run() -> bool:
-    return not torch.is_grad_enabled() and _is_below(_APPLY)
+    return not torch.is_grad_enabled() and _is_below(set(_codes(Function)))
 
 
 @torch.compiler.assume_constant_result
@@ -32,11 +31,20 @@ def _traced() -> bool:
     """Runs while Dynamo traces the call, below Dynamo's own frames, which may be below those of a Function."""
     from slime_compile.torch_private import AutogradFunctionVariable
 
-    return _run() or _is_below(AutogradFunctionVariable.call_apply.__code__)
+    return _run() or _is_below({AutogradFunctionVariable.call_apply.__code__})
 
 
-def _is_below(code: CodeType) -> bool:
+def _codes(function: type[Function]) -> Iterator[CodeType]:
+    """What `apply` calls with the arguments, of every Function there is; `apply` has no frame from torch 2.15 on."""
+    for kind in function.__subclasses__():
+        for method in (kind.forward, kind.setup_context):
+            if hasattr(method, "__code__"):
+                yield method.__code__
+        yield from _codes(kind)
+
+
+def _is_below(codes: Set[CodeType]) -> bool:
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not code:
+    while frame.f_back is not None and frame.f_code not in codes:
         frame = frame.f_back
-    return frame.f_code is code
+    return frame.f_code in codes

@@ -5,10 +5,12 @@ Entry point: `why_not(x, frame)`. `add_path` names code that may call the operat
 NOTE [How an operator knows that nobody else can see a tensor]
 Whoever can still read a tensor after backward owns a reference: to the Python object (a variable of any frame, a
 container, a closure, NumPy's array), to the C++ tensor (what another node of autograd saved, a view's base), to the
-storage (a view, a detached alias, DLPack), or to the storage's Python object. Each of the four is counted. The caller
-of the operator and the call itself own some too. How many is no constant: it depends on Python, torch and the code that
-calls. So it is measured, once per process and path: the operator is called with tensors that nobody holds, through the
-same code, and then with each kind of holder, which must be seen. Counts that are exactly those of "nobody" mean nobody.
+storage (a view, a detached alias, DLPack), or to the storage's Python object. Each of the four is counted. A view owns
+the tensor that it is a view of (from torch 2.15 on, what a compiled function saved may be one): the references to that
+one, in Python and C++, are counted, too. The caller of the operator and the call itself own some. How many is no
+constant: it depends on Python, torch and the code that calls. So it is measured, once per process, path, and for views
+and other tensors: the operator is called with tensors that nobody holds, through the same code, and then with each kind
+of holder, which must be seen. Counts that are exactly those of "nobody" mean nobody.
 
 That is right only if the code at hand owns at least what the measured code did. Measured is the least that there can
 be: one local name. That the calling frame has exactly one name for the tensor is looked up once for each place that
@@ -43,27 +45,40 @@ __all__ = ["Counts", "add_path", "counts", "keeps_graph", "why_not"]
 
 
 class Counts(NamedTuple):
-    """References to a tensor as `counts` sees them; a storage has one Python object at most."""
+    """References to a tensor as `counts` sees them; a storage has one Python object at most.
+
+    The last two: to the tensor that it is a view of.
+    """
 
     python: int
     tensor: int
     storage: int
     storage_object: int
+    base_python: int = 0
+    base_tensor: int = 0
+
+    @property
+    def of_view(self) -> bool:
+        return self.base_tensor > 0
 
 
 def counts(python: int, x: Tensor) -> Counts:
-    """All four, `python` being `sys.getrefcount(x)` of the kernel's own parameter.
+    """All of them, `python` being `sys.getrefcount(x)` of the kernel's own parameter.
 
     How many references a call of a Python function owns is not the same every time: Python 3.11 and later run such
     calls without a C call between, until somebody (Dynamo, in any thread) has installed a frame evaluator of their own.
     """
     storage = x.untyped_storage()
-    return Counts(
+    own = Counts(
         python,
         x._use_count(),  # type: ignore[attr-defined]
         storage_use_count(storage._cdata),
         sys.getrefcount(storage),
     )
+    base = x._base
+    if base is None:
+        return own
+    return own._replace(base_python=sys.getrefcount(base), base_tensor=base._use_count())  # type: ignore[attr-defined]
 
 
 def keeps_graph() -> bool:
@@ -86,7 +101,7 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
     path = _path(kernel, x)
     if path is None:
         return UNCLEAR + "the code that calls it is not known"
-    least = path.least()
+    least = path.least(seen.of_view)
     if isinstance(least, str):
         return UNCLEAR + least
     return _more(seen, least)
@@ -107,7 +122,7 @@ def _cannot_be_ours(x: Tensor) -> str:
     if owner.requires_grad and owner.is_leaf:
         return f"they are {'' if owner is x else 'a view of '}a leaf that requires grad"
     storage = x.untyped_storage()
-    if weakref.getweakrefcount(x) or weakref.getweakrefcount(storage):
+    if any(map(weakref.getweakrefcount, (x, owner, storage))):
         return "a weak reference leads to them"
     if not storage.resizable():
         return "their memory is not torch's own (NumPy's, DLPack's, a CUDA graph's)"
@@ -128,11 +143,12 @@ def _watched() -> str:
 def _more(seen: Counts, least: Counts) -> str:
     if seen == least:
         return ""
-    if seen.storage > least.storage or seen.storage_object > least.storage_object:
+    holders = [name for name, s, n in zip(Counts._fields, seen, least, strict=True) if s > n]
+    if {*holders} - {"python", "tensor"}:
         return MEMORY
-    if seen.python > least.python:
+    if "python" in holders:
         return PYTHON
-    if seen.tensor > least.tensor:
+    if holders:
         return "autograd or other C++ code holds them"
     return UNCLEAR + f"fewer references than a tensor of nobody's has ({seen}, {least})"
 
@@ -151,17 +167,21 @@ class _Path:
     def __init__(self, names: Callable[[FrameType, Tensor], int], call: Callable[[list[Any]], Any]):
         self.names = names
         self.call = call
-        self._least: Counts | str | None = None
+        self._least: dict[bool, Counts | str] = {}
         self._lock = threading.Lock()
 
-    def least(self) -> Counts | str:
-        """The counts of a tensor that nobody holds, or why there is no clear answer; measured at the first call."""
+    def least(self, of_view: bool) -> Counts | str:
+        """The counts of a tensor that nobody holds, or why there is no clear answer; measured at the first call.
+
+        Args:
+            of_view: of a view of a tensor that nobody else holds, instead.
+        """
         with self._lock:
-            if self._least is None and (sys.gettrace() or sys.getprofile()):
-                return "a debugger or profiler traces this thread"  # and would be measured, too
-            if self._least is None:
-                self._least = _measured(self.call)
-            return self._least
+            if of_view not in self._least:
+                if sys.gettrace() or sys.getprofile():
+                    return "a debugger or profiler traces this thread"  # and would be measured, too
+                self._least[of_view] = _measured(self.call, of_view)
+            return self._least[of_view]
 
 
 _CALL = getattr(OpOverload.__call__, "__code__", None)
@@ -249,13 +269,13 @@ _unread = torch.empty(0, device="cpu")  # the other arguments, at which the kern
 _generated = _Path(_local_names, _call_from_one_name)
 
 
-def _measured(call: Callable[[list[Any]], Any]) -> Counts | str:
+def _measured(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
     """On a thread of its own: no hook, mode or gradient setting of the caller's is at work there."""
     found: list[Counts | str] = ["measuring did not end"]
 
     def work() -> None:
         try:
-            found[0] = _measure(call)
+            found[0] = _measure(call, of_view)
         except Exception as error:  # whatever a later torch has changed: nothing is overwritten, the report says why
             found[0] = f"measuring failed, {type(error).__name__}: {error}"
 
@@ -265,18 +285,20 @@ def _measured(call: Callable[[list[Any]], Any]) -> Counts | str:
     return found[0]
 
 
-def _measure(call: Callable[[list[Any]], Any]) -> Counts | str:
+def _measure(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "this Python does not count all references (free threading)"
     if sys.gettrace() is not None or sys.getprofile() is not None:
         return "a debugger or profiler traces new threads"
-    nobody = {_seen(call, made, _no_holder) for made in (_logits, _plain, _logits)}
+    kinds = (_viewed, _made_as_view, _viewed) if of_view else (_logits, _plain, _logits)
+    nobody = {_seen(call, made, _no_holder) for made in kinds}
     if len(nobody) != 1 or None in nobody:
         return f"counts of a tensor that nobody holds differ ({nobody})"
     least = nobody.pop()
     assert least is not None
-    for hold in (_variable, _view, _detached, _saved, _storage):
-        seen = _seen(call, _logits, hold)
+    holds = (_variable, _view, _detached, _saved, _storage)
+    for hold in (*holds, _base, _saved_base) if of_view else holds:
+        seen = _seen(call, kinds[0], hold)
         assert seen is not None
         if not any(s > n for s, n in zip(seen, least, strict=True)):
             return f"{hold.__name__.strip('_')}: a holder is not seen ({seen})"
@@ -308,6 +330,15 @@ def _plain() -> Tensor:
     return torch.zeros(2, 2, device="cpu")
 
 
+def _viewed() -> Tensor:
+    return _logits().view(4)
+
+
+def _made_as_view() -> Tensor:
+    """Of a product that Python has never seen."""
+    return torch.tensordot(torch.zeros(1, 2, 2, device="cpu"), torch.zeros(2, 2, device="cpu"), 1)
+
+
 def _no_holder(x: Tensor) -> object:
     return None
 
@@ -330,3 +361,12 @@ def _storage(x: Tensor) -> object:
 
 def _saved(x: Tensor) -> object:
     return x.sin()
+
+
+def _base(x: Tensor) -> object:
+    return x._base
+
+
+def _saved_base(x: Tensor) -> object:
+    assert x._base is not None
+    return x._base.sin()

@@ -273,7 +273,8 @@ def test_looking_for_variables_leaves_no_trace() -> None:
 def test_no_clear_answer(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is overwritten, and one note says so."""
     for path in (holders._generated, *holders._paths.values()):
-        monkeypatch.setattr(path, "_least", "counts of a tensor that nobody holds differ")
+        unclear = dict.fromkeys((False, True), "counts of a tensor that nobody holds differ")
+        monkeypatch.setattr(path, "_least", unclear)
     torch._dynamo.reset()
     again = compiled(log_probs, inner="aot_eager")
     before = overwritten()
@@ -301,13 +302,31 @@ def test_a_shorter_way_to_the_operator(names: int) -> None:
         assert all(torch.equal(each, right()[0]) for each in kept)
 
 
-def test_counts_while_dynamo_evaluates_frames() -> None:
+@pytest.mark.parametrize(
+    "hold",
+    [lambda x: None, lambda x: x, lambda x: x.sin(), lambda x: x[:1], weakref.ref],
+    ids=["nobody", "a_variable", "autograd", "another_view", "a_weak_reference"],
+)
+def test_a_view_is_saved(hold: Callable[[Tensor], Any]) -> None:
+    """And owns what it is a view of, which somebody may have: from torch 2.15 on, in compiled functions too."""
+    x = leaf()
+    whole = x * 1
+    kept, logits = hold(whole), whole.view(2, -1).view(ROWS, VOCAB)
+    out = Direct.apply(logits, torch.ops.slime_fused.row_grad_over.default)
+    del logits, whole
+    before = overwritten("direct")
+    torch.autograd.grad(out, x)
+    assert overwritten("direct") == before + (kept is None)
+
+
+@pytest.mark.parametrize("of_view", [False, True])
+def test_counts_while_dynamo_evaluates_frames(of_view: bool) -> None:
     """With its evaluation installed, which is one for all threads, Python's own calls own other references."""
-    before = holders._measured(holders._generated.call)
+    before = holders._measured(holders._generated.call, of_view)
     assert isinstance(before, holders.Counts)
     installed = set_eval_frame(False)  # as for code that is not to be compiled
     try:
-        assert holders._measured(holders._generated.call) == before
+        assert holders._measured(holders._generated.call, of_view) == before
     finally:
         set_eval_frame(installed)
 

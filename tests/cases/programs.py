@@ -97,6 +97,7 @@ RIGHT: dict[str, Program] = {
     "rows rolled by more": program("v0 = x.log_softmax(-1)[torch.fmod(torch.arange(4) + 2, 5)]", "v0[:, 2]"),
     "rows rolled by another length": program("v0 = x.log_softmax(-1)[torch.fmod(torch.arange(5) + 2, 4)]", "v0[:, 2]"),
     "above a low number": program("v0 = x.log_softmax(-1)", "torch.where(v0 > -3, v0.exp(), 0).sum(-1)"),
+    "above the lowest number": program("v0 = x.log_softmax(-1)", "(torch.where(v0 > torch.finfo(v0.dtype).min, v0.exp(), 0) * x).sum(-1)", rows=("plain", "some -inf")),
     "at least a low number": program("v0 = x.log_softmax(-1)", "torch.where(x >= -2.0, v0.exp(), 0).sum(-1)"),
     "clamped at a low number": program("(x.log_softmax(-1).clamp(min=-2.0) * x.softmax(-1)).sum(-1)"),
     "above a probability": program("v0 = x.softmax(-1)", "torch.where(v0 > 0.2, v0, 0).sum(-1)"),

@@ -234,6 +234,8 @@ def _guarded(mask: Mask, values: Values, zero_outside: Container[Node]) -> Tenso
         return value == 0
     if mask.guard is Guard.MINUS_INF:
         return value == -torch.inf
+    if mask.guard is Guard.LOWEST:
+        return value <= torch.finfo(value.dtype).min
     if mask.guard is Guard.NAN:
         return value.isnan()
     peak = value.amax(form.vdim, keepdim=True)
