@@ -124,9 +124,10 @@ class _Arithmetic:
 
     def total(self) -> Node:
         """The sum of all terms in the compute dtype, `others` aside."""
-        parts = [self._affine(), *map(self._exponential, self.form.exps)]
+        parts = [*map(self._exponential, self.form.exps)]
         for hot in self.form.hots:
             parts += self._columns(hot)
+        parts.append(self._affine())  # last: p - 1 cancels, and the rest is not rounded as 1 is
         parts = [part for part in parts if part is not self.zero] or parts[:1]
         total = functools.reduce(functools.partial(self.call, aten.add.Tensor), parts)
         return self.c.emitter.expand(total, self.c.all_sizes(self.form))

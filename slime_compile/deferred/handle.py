@@ -64,6 +64,12 @@ def defer_logits(
     return handle
 
 
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """What Dynamo traces; torch 2.11's takes `is_exporting` to be true in all that it traces."""
+    return torch.compiler.is_exporting()
+
+
 class DeferHandle:
     """The forward of a head whose logits are deferred; of Megatron's, the matmul in it.
 
@@ -107,7 +113,7 @@ class DeferHandle:
     def _defers(self, input: Any, weight: Any) -> bool:
         module: Any = self.module
         jit: Any = torch.jit
-        if not (module.training or self.in_eval) or torch.compiler.is_exporting():
+        if not (module.training or self.in_eval) or _is_exporting():
             return False
         if module._backward_hooks or module._backward_pre_hooks or jit.is_tracing():
             return False

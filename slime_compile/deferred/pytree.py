@@ -35,6 +35,8 @@ def _unflatten(leaves: Any, logits: DeferredLogits) -> Any:
     old = _product(logits.expression)
     if leaf is old.hidden:
         return logits
+    if leaf is None:  # of a function that is called for what it does
+        return None
     if not isinstance(leaf, Tensor) or not _same_numbers(leaf, old.hidden):
         raise TypeError(
             "a function over the leaves of a pytree must leave deferred logits as they are, or cast or detach them; "

@@ -48,10 +48,11 @@ def trace_distributed_nn() -> None:
     """Lets Dynamo trace `torch.distributed.nn.functional.all_reduce`, with the gradient that it has in eager code.
 
     Since torch 2.13 Dynamo raises there and runs the whole frame, loss and all, in Python. From now on it traces the
-    functional collective, whose gradient is the same: summed over the ranks.
+    functional collective, whose gradient is the same: summed over the ranks. Before, Dynamo traces what is there, and
+    this changes nothing.
     """
     global _traces_distributed_nn
-    if _traces_distributed_nn:
+    if _traces_distributed_nn or torch.__version__ < "2.13":
         return
     import torch.distributed.nn.functional as nn_functional
 

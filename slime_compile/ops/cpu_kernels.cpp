@@ -451,33 +451,68 @@ bool has_denormals(const T* x, int64_t n, const Coefficients<T>& of) {
   return found;
 }
 
-// What is not one-hot. K is the number of terms, or -1 for any. out may be x.
-template <typename T, int K, bool SOFTMAX, bool DENORMALS = false>
+// All exponential terms. K is the number of them, or -1 for any.
+template <typename T, int K, bool SOFTMAX, bool DENORMALS>
+Vec<T> exponential_terms(Vec<T> x, const Coefficients<T>& of) {
+  Vec<T> sum(0);
+  for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
+    sum = sum + (SOFTMAX ? softmax_value(x, of.terms[k]) : term_value<T, DENORMALS>(x, of.terms[k]));
+  return sum;
+}
+
+// What is affine in x, which is not looked at where the factor is 0.
+template <typename T>
+Vec<T> affine_term(Vec<T> x, const Coefficients<T>& of) {
+  const Vec<T> e(of.affine[2]);
+  return of.affine[0] != 0 ? Vec<T>(of.affine[0]) * (x - Vec<T>(of.affine[1])) + e : e;
+}
+
+// What is not one-hot. out may be x.
+template <typename T, int K, bool SOFTMAX, bool DENORMALS>
 void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
   constexpr int64_t W = Vec<T>::size();
-  const Vec<T> f(of.affine[0]), center(of.affine[1]), e(of.affine[2]);
-  const bool linear = of.affine[0] != 0;
   const auto value = [&](Vec<T> v) {
-    Vec<T> sum = linear ? f * (v - center) + e : e;
-    for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
-      sum = sum + (SOFTMAX ? softmax_value(v, of.terms[k]) : term_value<T, DENORMALS>(v, of.terms[k]));
-    return sum;
+    return exponential_terms<T, K, SOFTMAX, DENORMALS>(v, of) + affine_term(v, of);
   };
   int64_t i = 0;
   for (; i + W <= n; i += W) value(Vec<T>::loadu(x + i)).store(out + i);
   if (i < n) value(Vec<T>::loadu(x + i, n - i)).store(out + i, n - i);
 }
 
+// A block of one row, from `column` on. One-hot weights are added to the exponentials first: p - 1 cancels in a row whose
+// token is certain, and what is affine would be rounded as 1 is.
+template <typename T, int K, bool SOFTMAX, bool DENORMALS = false>
+void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
+  const auto within = [&](int64_t k) { return of.index[k] >= column && of.index[k] < column + n; };
+  const bool affine = of.affine[0] != 0 || of.affine[2] != 0;
+  std::vector<T> sums, rest; // of the one-hot columns, read before they are written
+  for (int64_t k = 0; k < (affine ? of.hots_count : 0); ++k)
+    if (within(k)) {
+      const Vec<T> v = Vec<T>::loadu(x + (of.index[k] - column), 1);
+      exponential_terms<T, K, SOFTMAX, DENORMALS>(v, of).store(&sums.emplace_back(), 1);
+      affine_term(v, of).store(&rest.emplace_back(), 1);
+    }
+  block_values<T, K, SOFTMAX, DENORMALS>(x, out, n, of);
+  for (int64_t k = 0, found = 0; k < of.hots_count; ++k)
+    if (within(k)) {
+      T& to = out[of.index[k] - column];
+      if (!affine) {
+        to += of.weight[k];
+        continue;
+      }
+      T sum = sums[found];
+      for (int64_t other = 0; other < of.hots_count; ++other)
+        if (of.index[other] == of.index[k]) sum += of.weight[other];
+      to = sum + rest[found++];
+    }
+}
+
 template <typename T>
 void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
-  if (of.softmax) block_values<T, 1, true>(x, out, n, of);
-  else if (has_denormals(x, n, of)) block_values<T, -1, false, true>(x, out, n, of);
-  else if (of.terms_count == 1) block_values<T, 1, false>(x, out, n, of);
-  else block_values<T, -1, false>(x, out, n, of);
-  for (int64_t k = 0; k < of.hots_count; ++k) {
-    const int64_t at = of.index[k] - column;
-    if (at >= 0 && at < n) out[at] += of.weight[k];
-  }
+  if (of.softmax) block_grad_of<T, 1, true>(x, out, n, column, of);
+  else if (has_denormals(x, n, of)) block_grad_of<T, -1, false, true>(x, out, n, column, of);
+  else if (of.terms_count == 1) block_grad_of<T, 1, false>(x, out, n, column, of);
+  else block_grad_of<T, -1, false>(x, out, n, column, of);
 }
 
 template <typename T>

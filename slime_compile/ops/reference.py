@@ -87,12 +87,13 @@ def row_grad(
     """
     x = x.to(compute_dtype(x.dtype))
     f, center, e = affine.unsqueeze(-2).unbind(-1)
-    out = torch.where(f == 0, e, f * (x - center) + e)
+    out = torch.zeros_like(x)
     for term in terms.unbind(-2):
         out = out + _exponential_term(x, term, softmax)
     column = torch.arange(x.shape[-1], device=x.device)
     for k in range(index.shape[-1]):
         out = out + torch.where(column == index[..., k, None], weight[..., k, None], 0.0)
+    out = out + torch.where(f == 0, e, f * (x - center) + e)
     out = torch.where(empty_rows(terms, affine, weight), 0.0, out)
     return out.to(dtype).contiguous()
 

@@ -432,20 +432,23 @@ def _value(
     x, column, low, high, terms, affine, columns, weights,
     K: tl.constexpr, M: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The row normal form of float32 x at the columns `column`, all of them in [low, high)."""
+    """The row normal form of float32 x at the columns `column`, all of them in [low, high).
+
+    In this order: p - 1 cancels in a row whose token is certain, and what is affine would be rounded as 1 is.
+    """
     f, center, e = affine
-    value = tl.broadcast_to(e, x.shape)
+    value = tl.zeros(x.shape, tl.float32)
     for k in tl.static_range(K):
         value += _exponential_term(
             x, terms[5 * k], terms[5 * k + 1], terms[5 * k + 2], terms[5 * k + 3],
             terms[5 * k + 4], SOFTMAX,
         )  # fmt: skip
-    if f != 0.0:
-        value += f * (x - center)
     for k in tl.static_range(M):
         if (columns[k] >= low) & (columns[k] < high):
             value += tl.where(column == columns[k], weights[k], 0.0)
-    return value
+    if f != 0.0:
+        value += f * (x - center)
+    return value + e
 
 
 ROW_GRAD_ARGUMENTS = [

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from tests.support.processes import run_python
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 compiles in one thread only: aot_eager crashes, too",
+)
+
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab
 THREADS = 6
 

@@ -380,7 +380,9 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """Largest sum of what `step` has allocated and not freed, from the profiler's events."""
     step()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profiler:
         step()
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

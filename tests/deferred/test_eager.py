@@ -485,6 +485,7 @@ def test_a_leaf_is_hidden(tokens: Tensor) -> None:
     leaves, _ = tree_flatten({"logits": logits[:, 1:]})
     assert [leaf.shape[-1] for leaf in leaves] == [8]
     assert tree_map(lambda x: x, logits) is logits
+    assert tree_map(lambda x: None, logits) is None
     cast = tree_map(lambda x: x.double(), logits)
     assert isinstance(cast, DeferredLogits)
     same(cast.tensor(), want.double())

@@ -98,8 +98,9 @@ def test_nested_compile_still_compiles_outside_of_tracing() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
 def test_distributed_nn() -> None:
     before = slime_compile.explain(distributed_nn, **OPTIONS)(data())
-    assert before.graphs == ()
-    assert any("trace_distributed_nn" in f.reason for f in before.python_frames)
+    if torch.__version__ >= "2.13":
+        assert before.graphs == ()
+        assert any("trace_distributed_nn" in f.reason for f in before.python_frames)
 
     slime_compile.trace_distributed_nn()
     slime_compile.trace_distributed_nn()

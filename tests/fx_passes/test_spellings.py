@@ -165,6 +165,8 @@ def test_output_compiled_alone(spelling: Spelling, position: int) -> None:
     [pytest.param(n, d, id=f"{n}-{short(d)}", marks=not_float32(d)) for n, d in UNDER_INDUCTOR],
 )
 def test_spelling_under_inductor(name: str, dtype: torch.dtype) -> None:
+    if torch.__version__ < "2.12" and name == "result_buffer":
+        pytest.skip("the C++ that inductor 2.11 makes of it does not compile, without us either")
     harness.check(BY_NAME[name], dtype, inner="inductor")
 
 

@@ -102,6 +102,8 @@ def under_both_inners() -> list[Any]:
 
 @pytest.mark.parametrize(("fn", "inner"), under_both_inners())
 def test_strides_that_are_read(fn: Callable[[Tensor, Tensor], Tensor], inner: str) -> None:
+    if torch.__version__ < "2.12" and (fn, inner) == (halves_of_row_values, "inductor"):
+        pytest.xfail("inductor 2.11 lays the row values out as it likes, and then cannot view them")
     x = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     target = torch.arange(6).reshape(2, 3)
     compiled = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS | {"inner": inner})
