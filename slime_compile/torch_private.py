@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.autograd import Variable
     from torch.distributed import distributed_c10d
-    from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_or
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     torch_check = torch._check
 
 __all__ = [
-    "REDUCE_OP_TO_STR",
     "AutogradFunctionVariable",
     "CompileContext",
     "CustomGraphPass",
@@ -313,11 +311,6 @@ INTERFACES = {
         "torch.distributed._functional_collectives:all_reduce",
         "the collective that Dynamo can trace, for trace_distributed_nn",
         "drop the remedy if Dynamo traces torch.distributed.nn by itself",
-    ),
-    "REDUCE_OP_TO_STR": Interface(
-        "torch.distributed._functional_collectives:REDUCE_OP_TO_STR",
-        "names of reductions, for the same",
-        "see functional_all_reduce",
     ),
     "AutogradFunctionVariable": Interface(
         "torch._dynamo.variables.misc:AutogradFunctionVariable",

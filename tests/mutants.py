@@ -327,6 +327,11 @@ MUTANTS = [
             "",
         ),
         (
+            "weights have nothing of a column", "walk/left_out.py", "test_soundness.py precision",
+            "    return not all(map(c.is_free_of_logits",
+            "    return not any(map(c.is_free_of_logits",
+        ),
+        (
             "a column that may be missed is left", "walk/left_out.py", "test_spellings.py smoothed_by_where",
             "_without(c.rows.zero_outside - masks, _known(c, hot.weight))",
             "_known(c, hot.weight)",

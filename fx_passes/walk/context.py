@@ -29,6 +29,7 @@ from fx_passes.graph.facts import (
     value,
 )
 from fx_passes.graph.operators import Target
+from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
@@ -65,6 +66,7 @@ class Context:
         self.statistics = Statistics(self.roots, self.rows)
         self.beside_peaks: dict[tuple[Node, Poly, Poly], tuple[Poly, Poly]] = {}  # near.py
         self.values: dict[Node, Result] = {}
+        self._free: set[Node] = set()
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -90,6 +92,22 @@ class Context:
     def is_vocabulary(self, size: Size) -> bool:
         """Large enough to be a vocabulary; a symbolic size counts by its hint and adds no guard."""
         return hint(size) >= self.config.min_vocab
+
+    def is_free_of_logits(self, node: Node) -> bool:
+        """Whether no logits are in what `node` is computed from."""
+
+        def is_logits(node: Node) -> bool:
+            return node in self.rows.of_logits or self._is_root(node)
+
+        def inputs(node: Node) -> list[Node]:
+            return [] if is_logits(node) else [n for n in node.all_input_nodes if n not in free]
+
+        free = self._free
+        found = {node, *(ancestors([node], inputs) if node not in free else ())}
+        if any(map(is_logits, found)):
+            return False
+        free |= found
+        return True
 
     # -- numbers per row -------------------------------------------------------------------------
 

@@ -23,6 +23,9 @@ aten = torch.ops.aten
 
 _CUT_ANEW: set[Target] = {aten.view.default, aten._unsafe_view.default}
 _READ_MEMORY: set[Target] = {aten.as_strided.default, aten.as_strided_scatter.default}
+_COPIES_STAY_AS_THEY_ARE = torch.__version__ >= "2.13"
+"""Else inductor lays a copy out as what is copied, and then cannot view its bytes."""
+
 _KNOWN = {"aten", "prims", "_c10d_functional", "slime_fused"}
 """Namespaces whose operators take any strides, but for those above."""
 _OF_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -42,6 +45,10 @@ def keep_layouts(emitter: Emitter, account: Account) -> None:
     copied: set[Node] = set()
     while asked := _asked(emitter, turned, live):
         for reader, values in asked.items():
+            if reader.target is aten.view.dtype and not _COPIES_STAY_AS_THEY_ARE:
+                raise NotImplementedError(
+                    "torch before 2.13 cannot view the bytes of a turned copy"
+                )
             if values <= copied and reader.op != "output":
                 raise NotImplementedError(f"{reader.target} of a value with gaps in its memory")
         fresh = set().union(*asked.values()) - copied

@@ -28,8 +28,9 @@ def only_with_its_columns(c: Context, form: Form) -> None:
     sum of the others, and neither is the sum of all log-probs less the target's, which may be a million times theirs.
     Two columns may be one.
     """
-    for kind, part in _wide_parts(form) if form.hots else ():
-        taken = [share for hot in form.hots if (share := _share_taken(c, part, hot))]
+    hots = [hot for hot in form.hots if _may_have_a_column(c, hot.weight)]
+    for kind, part in _wide_parts(form) if hots else ():
+        taken = [share for hot in hots if (share := _share_taken(c, part, hot))]
         together = sum(share for share in taken if share > 0) if len(taken) > 1 else 0.0
         if together > 1 - _LEAST or any(_apart_from_all(share) < _LEAST for share in taken):
             raise Refused(f"{kind} may be taken without one of their columns, which would cancel")
@@ -41,6 +42,11 @@ def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
         yield "softmaxes", Form(form.shape, form.vdim, form.x, form.exps)
     if not form.f.is_zero:
         yield "logits", Form(form.shape, form.vdim, form.x, e=form.e, f=form.f)
+
+
+def _may_have_a_column(c: Context, weight: Poly) -> bool:
+    """Not where it is made of no logits; to compute an element only to find that out takes long."""
+    return not all(map(c.is_free_of_logits, weight.atoms()))
 
 
 def _share_taken(c: Context, part: Form, hot: OneHot) -> float:

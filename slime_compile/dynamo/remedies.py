@@ -47,20 +47,21 @@ def _itself(function: Any) -> Any:
 def trace_distributed_nn() -> None:
     """Lets Dynamo trace `torch.distributed.nn.functional.all_reduce`, with the gradient that it has in eager code.
 
-    Since torch 2.13 Dynamo raises there and runs the whole frame, loss and all, in Python. From now on it traces the
+    Since torch 2.12 Dynamo raises there and runs the whole frame, loss and all, in Python. From now on it traces the
     functional collective, whose gradient is the same: summed over the ranks. Before, Dynamo traces what is there, and
     this changes nothing.
     """
     global _traces_distributed_nn
-    if _traces_distributed_nn or torch.__version__ < "2.13":
+    if _traces_distributed_nn or torch.__version__ < "2.12":
         return
     import torch.distributed.nn.functional as nn_functional
 
-    from slime_compile.torch_private import REDUCE_OP_TO_STR, functional_all_reduce
+    from slime_compile.torch_private import functional_all_reduce
 
+    # of a reduction Dynamo of torch 2.12 knows the name only, and none that is a default
     @torch.compiler.substitute_in_graph(nn_functional.all_reduce, skip_signature_check=True)
-    def traced(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = dist.group.WORLD) -> Any:
-        return functional_all_reduce(tensor, REDUCE_OP_TO_STR[op], group)
+    def traced(tensor: Any, op: Any = None, group: Any = dist.group.WORLD) -> Any:
+        return functional_all_reduce(tensor, "sum" if op is None else op.name.lower(), group)
 
     _traces_distributed_nn = True
 

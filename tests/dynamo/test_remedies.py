@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.nn.functional as nn_functional
 from torch import Tensor
 
@@ -32,7 +33,8 @@ def nested_entropy(logits: Tensor) -> Tensor:
 
 
 def distributed_nn(logits: Tensor) -> Tensor:
-    return nn_functional.all_reduce(logits.exp().sum(-1)).log()
+    largest = nn_functional.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
+    return nn_functional.all_reduce((logits - largest[:, None]).exp().sum(-1)).log() + largest
 
 
 def data() -> Tensor:
@@ -98,7 +100,7 @@ def test_nested_compile_still_compiles_outside_of_tracing() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_reduce is deprecated")
 def test_distributed_nn() -> None:
     before = slime_compile.explain(distributed_nn, **OPTIONS)(data())
-    if torch.__version__ >= "2.13":
+    if torch.__version__ >= "2.12":
         assert before.graphs == ()
         assert any("trace_distributed_nn" in f.reason for f in before.python_frames)
 
