@@ -30,11 +30,11 @@ test-thorough: $(INSTALLED)
 test-capabilities: $(INSTALLED)
 	$(PY) tests/capabilities.py $(QUICK) -n $(JOBS)
 
-# Another release of torch, with the triton that it ships with: make test-torch VERSION=2.15.0
+# Another release of torch, with the triton that it ships with: make test-torch VERSION=2.11.0
 OTHER := .venv-$(VERSION)
 
 $(OTHER)/.installed: pyproject.toml constraints.txt
-	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	grep -vE '^(#|(torch|triton|setuptools)==)' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \

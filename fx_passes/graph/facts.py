@@ -72,7 +72,8 @@ def guarded_same(left: object, right: object) -> bool:
 def hint(size: Size) -> int:
     """A size as a number: of a symbolic one the size that the graph was traced with, 0 where torch has none."""
     if isinstance(size, torch.SymInt):
-        return int(size.node.hint) if size.node.has_hint() else 0
+        known: Any = size.node.hint if size.node.has_hint() else 0
+        return int(known)
     return int(size)
 
 

@@ -107,7 +107,7 @@ def bounds(size: Size, start: Bound, stop: Bound) -> tuple[Any, Any]:
 
 def takes_all(size: Size, start: Bound, stop: Bound, step: object) -> bool:
     start, stop = bounds(size, start, stop)
-    return step == 1 and start == 0 and (stop == END or same(stop, size))
+    return bool(step == 1 and start == 0 and (stop == END or same(stop, size)))
 
 
 def slice_rows(

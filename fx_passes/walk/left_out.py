@@ -88,9 +88,10 @@ def _by_element(poly: Poly, own: set[Node]) -> dict[Monomial, Poly]:
         element, rest = [], []
         for atom, power in monomial:
             size = value(atom)
+            symbolic = isinstance(size, (torch.SymInt, torch.SymFloat)) and size.node.has_hint()
             if atom in own:
                 element.append((atom, power))
-            elif isinstance(size, (torch.SymInt, torch.SymFloat)) and size.node.has_hint():
+            elif symbolic:
                 number *= size**power if power > 0 else 1 / size**-power
             else:
                 rest.append((atom, power))

@@ -71,14 +71,14 @@ def counts(python: int, x: Tensor) -> Counts:
     storage = x.untyped_storage()
     own = Counts(
         python,
-        x._use_count(),  # type: ignore[attr-defined]
+        x._use_count(),
         storage_use_count(storage._cdata),
         sys.getrefcount(storage),
     )
     base = x._base
     if base is None:
         return own
-    return own._replace(base_python=sys.getrefcount(base), base_tensor=base._use_count())  # type: ignore[attr-defined]
+    return own._replace(base_python=sys.getrefcount(base), base_tensor=base._use_count())
 
 
 def keeps_graph() -> bool:
