@@ -219,7 +219,7 @@ def test_a_fault_is_found_and_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
             break
     else:
         pytest.fail("the fault was not found")
-    least = smallest(program, lambda p: judge.judge(p).kind == "mismatch")
+    least = smallest(program, lambda p: judge.judge(p).kind == "mismatch", seconds=200)
     assert len(least.statements) <= 2
     assert len(least.source) < len(program.source)
     assert set(re.findall(r"\b[a-z]+\b", least.source)) & set(NAMES)
