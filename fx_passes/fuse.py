@@ -16,6 +16,7 @@ from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
     gradients_that_come_in,
+    nothing_like_a_softmax,
     rejections_of,
     saved_bytes,
     too_small,
@@ -132,7 +133,10 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
     if rounds.only:
         return _commit(walk, rounds.rejections)
     walk.context.emitter.discard()
-    return Outcome(rejections=tuple(rounds.rejections.values()) or too_small(graph, config))
+    rejections = tuple(rounds.rejections.values()) or too_small(graph, config)
+    return Outcome(
+        rejections=rejections, notes=() if rejections else nothing_like_a_softmax(graph, config)
+    )
 
 
 def _read_in_backward(walk: Walk) -> set[Node]:

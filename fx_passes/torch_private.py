@@ -177,8 +177,8 @@ def find(interface: Interface) -> tuple[Any, str]:
         value = getattr(module, attribute, None)
         if value is None:  # a module that its package does not import
             value = importlib.import_module(f"{module_name}.{attribute}")
-    except ImportError:
-        return None, lost
+    except ImportError as error:
+        return None, f"{lost}: {error}"
     absent = [name for name in interface.needs if not hasattr(value, name)]
     return value, f"{', '.join(absent)} of {lost}" if absent else ""
 

@@ -158,13 +158,17 @@ def _options() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
+    import torch
+
     from slime_compile.torch_private import cpp_builder
 
     try:
         yield Finding("ok", "C++ compiler", cpp_builder.get_cpp_compiler())
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0]
-        yield Finding("note", "C++ compiler", f"none, inductor needs one on the CPU: {first}")
+        needed = not torch.cuda.is_available()
+        found = f"none, inductor needs one on the CPU: {first}"
+        yield Finding("FAIL" if needed else "note", "C++ compiler", found)
 
 
 def _caches() -> Iterator[Finding]:

@@ -49,6 +49,15 @@ def test_what_fails_is_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> No
     assert written[-1].endswith("1 to be mended")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="inductor needs it on the CPU alone")
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch_private.cpp_builder, "get_cpp_compiler", none)
+    assert "inductor needs one on the CPU" in failures(module._compiler)
+
+
 def test_a_wrong_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(*arguments: object) -> object:
         return torch.ops.slime_fused.row_grad.default(*arguments) * 2

@@ -78,7 +78,7 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
     ]
     # who may overwrite what is in the identity of our passes only where something may be overwritten
     kept = sorted(held.items()) if options.consume_logits is True else ()
-    text = repr((gm.code, layouts, kept, torch.is_grad_enabled(), options.key()))
+    text = repr((gm.code, layouts, kept, torch.is_grad_enabled(), options.key(), SOURCES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

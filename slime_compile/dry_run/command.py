@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from slime_compile.backend.options import Options
 from slime_compile.dry_run.explain import explain
 from slime_compile.dry_run.operators import operators, render
 from slime_compile.torch_private import FakeTensorMode
@@ -70,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         parse_inputs(arguments.inputs) if arguments.inputs is not None else _own_inputs(module)
     )
     options = dict(_named(each) for each in arguments.option)
+    try:
+        Options.parse(options)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     if not arguments.operators:
         print(explain(function, **options)(*args, **kwargs))
         return 0

@@ -75,7 +75,8 @@ def estimate_peak(
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
     Raises:
-        RuntimeError: an unknown option; a function that asks for a value (`.item()`), which fake tensors do not have.
+        RuntimeError: an unknown option; a function that asks for a value (`.item()`), which fake tensors do not have;
+            one that returns nothing to start backward from though an argument or a parameter requires grad.
 
     Example:
         >>> with torch._subclasses.FakeTensorMode():
@@ -83,7 +84,12 @@ def estimate_peak(
         ...     target = torch.empty(205_280, dtype=torch.int64)
         >>> print(slime_compile.estimate_peak(loss_fn, logits, target))
     """
-    chosen = Options.parse(options)
+    try:
+        chosen = Options.parse(options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error}; keyword arguments of fn are given as kwargs={{...}}"
+        ) from None
     given = (tuple(args), dict(kwargs or {}))
     mode, tracker, captured = _mode_of(given), MemTracker(), _Captured()
 
@@ -113,6 +119,7 @@ def estimate_peak(
         inputs += sum(t.untyped_storage().nbytes() for t in captured.tensors)
         forward = max(inputs, _total(tracker, "peak"))
         if torch.is_grad_enabled():
+            _check_roots(outputs, [*held, *parameters, *captured.tensors])
             with tracker, Scratch():
                 gradients = _gradients(outputs, [t for t in held if t.requires_grad])
             del gradients
@@ -144,6 +151,17 @@ def _is_real(value: object) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _check_roots(outputs: Any, held: Sequence[Tensor]) -> None:
+    """Backward would be skipped without a word."""
+    found = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(outputs))
+    if not found and any(t.requires_grad for t in held):
+        raise RuntimeError(
+            "fn must return what backward starts from, as tensors, or tuples, lists and dicts of them, since an argument "
+            f"or a parameter requires grad; it returned {type(outputs).__name__} without a tensor that requires grad. "
+            "Return the loss, without calling backward; where forward alone is meant, call estimate_peak under torch.no_grad()"
+        )
 
 
 def _gradients(outputs: Any, given: list[Tensor]) -> Sequence[Tensor | None]:

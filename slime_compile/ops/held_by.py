@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops.holders import local_variables
+from slime_compile.torch_private import cache_dir
 
 MOST = 3
 _LARGEST = 1000  # entries of a container that are looked at
@@ -56,7 +57,7 @@ def _frames() -> Iterator[FrameType]:
         while frame is not None:
             file = frame.f_code.co_filename
             library = file.startswith(_LIBRARY) and "site-packages" not in file
-            generated = file.startswith("<") or "torchinductor" in file
+            generated = file.startswith(("<", cache_dir()))
             if not (library or generated or file.startswith(_PACKAGES)):
                 yield frame
             frame = frame.f_back

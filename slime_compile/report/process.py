@@ -3,10 +3,19 @@
 Entry points: `reports`, one by one; `summary`, in one.
 """
 
+import dataclasses
+import re
 import threading
 import time
+from collections.abc import Iterable, Iterator
 
-from slime_compile.dynamo.frames import breaks_before, breaks_without_graph, harvest, process_frames
+from slime_compile.dynamo.frames import (
+    Frame,
+    breaks_before,
+    breaks_without_graph,
+    harvest,
+    process_frames,
+)
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
 
@@ -38,7 +47,29 @@ def reports() -> list[Report]:
     lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
     split = [(when, Report(breaks=(frame,))) for frame, when in breaks_without_graph().items()]
     graphs = [(each.time, _report(each)) for each in list(_records)]
-    return [report for _, report in sorted([*graphs, *lost, *split], key=lambda timed: timed[0])]
+    every = sorted([*graphs, *lost, *split], key=lambda timed: timed[0])
+    return list(_with_earlier_breaks(report for _, report in every))
+
+
+_RESUMED = re.compile(r"(?:torch_dynamo_resume_in_)?(.+?)(?:_at_\d+)* \((.*)\)")
+"""Dynamo's name for what comes after a graph break, and the file."""
+
+
+def _with_earlier_breaks(ordered: Iterable[Report]) -> Iterator[Report]:
+    """What a function goes on with after a graph break is told of that break, too."""
+    latest: dict[tuple[str, ...], tuple[Frame, ...]] = {}
+    for report in ordered:
+        names = [g.name for g in report.graphs]
+        if not names:
+            names = [f"{f.name} ({f.source.rpartition(':')[0]})" for f in report.breaks]
+        functions = [m.groups() for name in names if (m := _RESUMED.fullmatch(name))]
+        if any(name.startswith("torch_dynamo_resume_in_") for name in names):
+            earlier = (f for function in functions for f in latest.get(function, ()))
+            report = dataclasses.replace(
+                report, breaks=tuple(dict.fromkeys((*earlier, *report.breaks)))
+            )
+        latest.update((function, report.breaks) for function in functions)
+        yield report
 
 
 def _report(each: Record) -> Report:

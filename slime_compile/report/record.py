@@ -6,9 +6,9 @@ NOTE [How a report survives the compile cache]
 On a hit in torch's compile cache no pass runs. So the report of a graph, as compact JSON, is the `region` argument of
 its first fused operator, is thereby part of the generated code, and comes back when the operator is called: the first
 call of loaded code tells which regions are its own. Where forward has no fused operator (backward recomputes all), the
-graph that Dynamo asked us to compile tells by its `identity`. Quotes are written as in an address, since inductor's C++
-wrapper puts text between quotes as it is (torch 2.13). Lines are those of this process: a region says at which
-node of Dynamo's graph each of its lines was found.
+graph that Dynamo asked us to compile tells by its `identity`; where the graph has none at all, a file (`unfused.py`).
+Quotes are written as in an address, since inductor's C++ wrapper puts text between quotes as it is (torch 2.13). Lines
+are those of this process: a region says at which node of Dynamo's graph each of its lines was found.
 """
 
 import collections
@@ -29,6 +29,7 @@ from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
 from slime_compile.dynamo.frames import Frame
 from slime_compile.ops.holders import UNCLEAR
+from slime_compile.report import unfused
 from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Value
 from slime_compile.torch_private import trace_structured
 
@@ -73,6 +74,7 @@ class Record:
         self.called = False
         self.cached_as = {identity}
         self._parts: list[GraphReport] = []
+        self._unfused: list[str] = []
         self.placements: list[Placement] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
@@ -112,6 +114,12 @@ class Record:
         at = {line: self.lines.index(line) for line in sorted(used) if line in self.lines}
         return self._region({"graph": dataclasses.asdict(part), "at": at})
 
+    def keep_unfused(self, part: GraphReport) -> None:
+        """Of a graph without a fused operator, where a later process finds it."""
+        if self.has_vocabulary:
+            self._unfused.append(self.graph_region(part))
+            unfused.keep(self.identity, self._unfused)
+
     def placements_region(self) -> str:
         """The same for what is in place."""
         at = {
@@ -134,7 +142,7 @@ class Record:
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
-        seen = _parsed(list(ops.seen_regions))
+        seen = _parsed([*ops.seen_regions, *unfused.kept(self.identity)])
         mine = [self._moved(each) for each in seen if each["id"] in self.cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
         placements = [
@@ -144,22 +152,19 @@ class Record:
         ]
         if not self.called:
             note = "loaded from torch's compile cache and not called yet"
-            return GraphReport(
-                self.name, notes=(note,), has_vocabulary=self.has_vocabulary, cached=True
-            )
-        if not parts:
+            return self._unknown(note)
+        if not parts and self.has_vocabulary:
             note = "loaded from torch's compile cache with nothing fused; slime_compile.explain says why"
-            return GraphReport(
-                self.name,
-                notes=(*self._notes, note),
-                has_vocabulary=self.has_vocabulary,
-                cached=True,
-            )
+            return self._unknown(*self._notes, note)
         notes = list(self._notes)
         if not placements and any(_waits_for_placements(part) for part in parts):
             notes.append("from torch's compile cache: the first backward tells what is in place")
         notes += _uncounted(placements)
         return _merged(self.name, parts, placements, notes, cached=True)
+
+    def _unknown(self, *notes: str) -> GraphReport:
+        wide = self.has_vocabulary
+        return GraphReport(self.name, notes=notes, has_vocabulary=wide, cached=True, unknown=wide)
 
     def _run(self, identity: str, placements: Sequence[Placement]) -> list[Placement]:
         """With what has been decided at run time since this record was made."""
@@ -251,7 +256,7 @@ def _merged(
         values=tuple(v for p in parts for v in p.values),
         placements=tuple(placements),
         rejections=tuple(r for p in parts for r in p.rejections),
-        notes=(*(n for p in parts for n in p.notes), *notes),
+        notes=tuple(dict.fromkeys((*(n for p in parts for n in p.notes), *notes))),
         has_vocabulary=any(p.has_vocabulary for p in parts),
         cached=cached,
         failed=any(p.failed for p in parts),

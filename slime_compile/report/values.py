@@ -62,7 +62,10 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
-    """One graph. Bytes and shapes may be symbolic; `saved_bytes_*` are then those of the sizes it was traced with."""
+    """One graph. Bytes and shapes may be symbolic; `saved_bytes_*` are then those of the sizes it was traced with.
+
+    Of an `unknown` one, from torch's compile cache, nothing says what was fused or left.
+    """
 
     name: str
     training: bool = False
@@ -81,14 +84,13 @@ class GraphReport:
     has_vocabulary: bool = True
     cached: bool = False
     failed: bool = False
+    unknown: bool = False
 
     @property
     def about_a_vocabulary(self) -> bool:
         """Something was fused, refused, or not even tried; many graphs are wide without a softmax over a vocabulary."""
-        unknown = self.cached and not self.operators
-        return bool(
-            self.operators or self.failed or (self.has_vocabulary and (self.rejections or unknown))
-        )
+        refused = self.has_vocabulary and self.rejections
+        return bool(self.operators or self.failed or refused or self.unknown)
 
     @property
     def full_vocabulary_left(self) -> int:
@@ -183,6 +185,8 @@ class Report:
         left = sum(g.full_vocabulary_left for g in self.graphs)
         if left > max_full_vocabulary:
             yield f"at most {max_full_vocabulary} full-vocabulary values left, got {left}"
+        if unknown := sum(g.unknown for g in self.graphs):
+            yield f"no graph from torch's compile cache of which nothing is known, got {unknown}"
         if len(self.breaks) > graph_breaks:
             yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
         if self.python_frames:

@@ -1,6 +1,7 @@
 """The estimate of the peak against what is measured, and at sizes that nobody here could measure."""
 
 import contextlib
+import types
 from typing import Any
 
 import pytest
@@ -82,6 +83,24 @@ def test_real_arguments_stay_as_they_are() -> None:
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(RuntimeError, match="known options"):
         estimate_peak(lambda x: x, torch.zeros(2), inplace=True)
+    with pytest.raises(RuntimeError, match="keyword arguments of fn are given as kwargs"):
+        estimate_peak(lambda x, scale: x * scale, torch.zeros(2), scale=2.0)
+
+
+def test_backward_is_not_skipped_without_a_word() -> None:
+    logits, target = torch.randn(ROWS, VOCAB, requires_grad=True), torch.randint(VOCAB, [ROWS])
+
+    def backward_inside(x: Tensor, t: Tensor) -> None:
+        torch.nn.functional.cross_entropy(x, t).backward()
+
+    def hidden_in_an_object(x: Tensor, t: Tensor) -> object:
+        return types.SimpleNamespace(loss=torch.nn.functional.cross_entropy(x, t))
+
+    for loss in (backward_inside, hidden_in_an_object):
+        with pytest.raises(RuntimeError, match="fn must return what backward starts from"):
+            estimate_peak(loss, logits, target)
+        with torch.no_grad():
+            estimate_peak(hidden_in_an_object, logits, target)
 
 
 # ---- keyword arguments, and what a function captures --------------------------------------------------------------

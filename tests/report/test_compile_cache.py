@@ -1,6 +1,7 @@
 """Reports of code that comes from torch's compile cache: the second of two processes with one cache."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ def loss(x, w, t):
     return torch.log_softmax(x @ w, -1).gather(-1, t[:, None]).mean()
 def nothing(x):
     return (x * 2).sin()
+def refused(x):
+    return (x.softmax(-1) ** 2).cumsum(-1).mean()
 x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 1030, requires_grad=True)
 torch.compile(loss, backend="slime_fused")(x, w, torch.randint(0, 1030, (4,))).backward()
 torch.compile(nothing, backend="slime_fused")(torch.randn(8))
+torch.compile(refused, backend="slime_fused")(torch.randn(4, 1030, requires_grad=True)).backward()
+try:
+    slime_compile.summary().assert_fused()
+except AssertionError as error:
+    assert "full-vocabulary values left" in str(error) or "nothing is known" in str(error)
+else:
+    raise SystemExit("what is left is not seen")
 print(json.dumps([r.to_dict() for r in slime_compile.reports()]))
 """
 
@@ -35,14 +45,20 @@ def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
     script = tmp_path / "warm.py"
     script.write_text(WARM)
     cold, warm = (run_script(script, tmp_path / "cache") for _ in range(2))
-    assert [r["fused"] for r in cold] == [r["fused"] for r in warm] == [2, 0]
+    assert [r["fused"] for r in cold] == [r["fused"] for r in warm] == [2, 0, 0]
     for report in (*cold, *warm):
         for graph in report["graphs"]:
             loaded = graph.pop("cached")
             assert loaded == any(report is r for r in warm)
     assert cold[0] == warm[0]
     assert cold[0]["in_place"][0]["in_place"]
-    assert "nothing fused" in warm[1]["graphs"][0]["notes"][0]
+    assert not warm[1]["graphs"][0]["has_vocabulary"]
+    assert warm[2] == cold[2]
+    assert warm[2]["rejections"]
+    shutil.rmtree(tmp_path / "cache" / "slime_compile" / "unfused")
+    (unknown,) = run_script(script, tmp_path / "cache")[2]["graphs"]
+    assert unknown["unknown"]
+    assert "nothing fused" in unknown["notes"][0]
 
 
 LEAF = """

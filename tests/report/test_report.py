@@ -329,8 +329,10 @@ def test_breaks_are_in_the_reports_of_this_process() -> None:
     torch.compile(broken, backend="slime_fused", options=INTERPRETED)(*data())
     first, second = slime_compile.reports()[known:]
     assert [(b.name, b.source) for b in first.breaks] == [("broken", line_of(broken, 2))]
-    assert second.breaks == ()
+    assert second.breaks == first.breaks, "what comes after the break is told of it, too"
     assert "graph breaks:" in str(first)
+    with pytest.raises(AssertionError, match="at most 0 graph breaks, got 1"):
+        second.assert_fused()
 
 
 def test_breaks_stay_with_their_graph_when_dynamo_numbers_anew() -> None:
@@ -342,7 +344,7 @@ def test_breaks_stay_with_their_graph_when_dynamo_numbers_anew() -> None:
     torch._dynamo.reset()
     torch.compile(broken, backend="slime_fused", options=INTERPRETED)(*data())
     breaks = [len(each.breaks) for each in slime_compile.reports()[known:]]
-    assert breaks == [1, 0, 0, 1, 0]
+    assert breaks == [1, 1, 0, 1, 1]
 
 
 class Printed(torch.autograd.Function):
@@ -374,6 +376,7 @@ def test_a_break_before_any_operator_is_in_the_reports() -> None:
     assert [b.name for b in first.breaks] == ["broken_at_once"]
     assert "item()" in first.breaks[0].reason
     assert first.breaks[0] in slime_compile.summary().breaks
+    assert first.breaks[0] in graphs[-1].breaks, "Dynamo went on after it"
 
 
 def test_a_summary_lists_what_is_about_the_vocabulary() -> None:
@@ -399,6 +402,18 @@ def test_a_small_activation_is_no_small_vocabulary() -> None:
         explain(torch.nn.functional.log_softmax, strict=True)(small, -1).graphs[0].rejections
     )
     assert "last dimension 128 is smaller than min_vocab=1024" in rejection.reason
+
+
+def test_what_is_narrower_than_a_vocabulary_beside_one_is_none() -> None:
+    """An attention over few tokens is not why a loss over the vocabulary has no softmax."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        attended = torch.softmax(hidden @ hidden.t(), -1) @ hidden
+        return (attended @ weight).sort(-1).values[:, :5].mean()
+
+    report = explain(loss)(torch.randn(9, 16), torch.randn(16, 2 * VOCAB))
+    assert report.graphs[0].rejections == ()
+    assert "there is nothing to fuse" in str(report)
 
 
 def test_frames_of_torchs_own_are_nobodys_loss(monkeypatch: pytest.MonkeyPatch) -> None:
