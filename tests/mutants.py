@@ -504,8 +504,8 @@ MUTANTS = [
         ),
         (
             "a slice with a step takes all", "rules/row_moves.py", "test_small_programs.py right and (steps)",
-            "    return step == 1 and start == 0 and (stop == END or same(stop, size))",
-            "    return start == 0 and (stop == END or same(stop, size))",
+            "    return bool(step == 1 and start == 0 and (stop == END or same(stop, size)))",
+            "    return bool(start == 0 and (stop == END or same(stop, size)))",
         ),
         (
             "a bound from the end is one from the start", "rules/row_moves.py", "test_small_programs.py right and (from_the_end)",
