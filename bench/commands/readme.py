@@ -7,6 +7,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -63,7 +64,8 @@ def printed_by_example(text: str) -> str:
 def _options() -> str:
     from slime_compile.backend.options import Options
 
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", Options.__doc__ or "", re.MULTILINE)
+    described = inspect.getdoc(Options) or ""  # Python 3.13 takes the indentation away by itself
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
     said = {name: " ".join(text.split()) for name, text in entries}
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {said[field.name]} |"

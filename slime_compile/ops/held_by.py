@@ -9,6 +9,7 @@ import gc
 import inspect
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CellType, CoroutineType, FrameType, GeneratorType
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops.holders import local_variables
-from slime_compile.torch_private import cache_dir
 
 MOST = 3
 _LARGEST = 1000  # entries of a container that are looked at
@@ -52,15 +52,23 @@ def _named(memory: int) -> Iterator[str]:
 
 def _frames() -> Iterator[FrameType]:
     """The user's, of all threads, innermost first; neither torch's, ours, the library's nor those of generated code."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
+    from slime_compile.torch_private import cache_dir
+
+    made = ("<", cache_dir())
+    for frame in _innermost():
         while frame is not None:
             file = frame.f_code.co_filename
             library = file.startswith(_LIBRARY) and "site-packages" not in file
-            generated = file.startswith(("<", cache_dir()))
-            if not (library or generated or file.startswith(_PACKAGES)):
+            if not (library or file.startswith(made) or file.startswith(_PACKAGES)):
                 yield frame
             frame = frame.f_back
+
+
+def _innermost() -> list[FrameType | None]:
+    """Of each thread; of this one who asks: a frame that a variable of its own holds stays, with all that it has."""
+    found: dict[int, FrameType | None] = {**sys._current_frames()}
+    found[threading.get_ident()] = sys._getframe(2)
+    return list(found.values())
 
 
 def _holding(space: Mapping[str, Any], memory: int) -> Iterator[str]:

@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_compile.torch_private import cache_dir
-
 
 def keep(identity: str, regions: Sequence[str]) -> None:
     """What the report of a graph is made of; a cache that cannot be written to is none."""
@@ -34,4 +32,6 @@ def kept(identity: str) -> list[str]:
 
 
 def _path(identity: str) -> Path:
+    from slime_compile.torch_private import cache_dir
+
     return Path(cache_dir()) / "slime_compile" / "unfused" / f"{identity}.json"
