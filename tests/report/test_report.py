@@ -413,6 +413,7 @@ def test_what_is_narrower_than_a_vocabulary_beside_one_is_none() -> None:
 
     report = explain(loss)(torch.randn(9, 16), torch.randn(16, 2 * VOCAB))
     assert report.graphs[0].rejections == ()
+    assert "a last dimension of min_vocab=1024 or more" in str(report)
     assert "there is nothing to fuse" in str(report)
 
 
