@@ -8,10 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import byte_count, hint, is_backward, is_float_tensor, shape_of, value
+from fx_passes.graph.facts import byte_count, is_backward, is_float_tensor, is_wide, shape_of, value
 from fx_passes.graph.operators import MATMULS, VIEWS, under
 from fx_passes.graph.user_lines import source_of
-from fx_passes.outcome import FuseConfig, Fused, Rejection
+from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
 from fx_passes.walk.verdict import Verdict, looks_wide, used_by_user
 from fx_passes.walk.walk import Walk
 
@@ -82,13 +82,17 @@ def _reads_gradient(node: Node) -> bool:
     return node.target in MATMULS and is_backward(node)
 
 
-def too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
-    """The first softmax over a last dimension that is not taken for a vocabulary; SiLU and sigmoid are none.
+def without_a_softmax(graph: Graph, config: FuseConfig) -> Outcome:
+    """Why nothing was even tried: there is no softmax of what is as wide as a vocabulary, or nothing as wide."""
+    if not any(is_wide(node, config.min_vocab) for node in graph.nodes):
+        return Outcome(rejections=_too_small(graph, config))
+    wide = f"a last dimension of min_vocab={config.min_vocab} or more"
+    note = f"no softmax, log-softmax or logsumexp over {wide}: there is nothing to fuse"
+    return Outcome(notes=(note,))
 
-    Where something is as wide as a vocabulary, what is narrower is none.
-    """
-    if any(_is_vocabulary_wide(node, config) for node in graph.nodes):
-        return ()
+
+def _too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
+    """The first softmax over a last dimension that is not taken for a vocabulary; SiLU and sigmoid are none."""
     exponentials = graph.find_nodes(op="call_function", target=aten.exp.default)
     softmaxes = {source_of(n) for n in exponentials if any(u.target in _SUMMED for u in n.users)}
     for node in exponentials:
@@ -99,19 +103,6 @@ def too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
             reason = f"the last dimension {last} is smaller than min_vocab={config.min_vocab}"
             return (_rejection(reason, node),)
     return ()
-
-
-def _is_vocabulary_wide(node: Node, config: FuseConfig) -> bool:
-    shape = shape_of(node) if is_float_tensor(node) else ()
-    return len(shape) >= 2 and hint(shape[-1]) >= config.min_vocab
-
-
-def nothing_like_a_softmax(graph: Graph, config: FuseConfig) -> tuple[str, ...]:
-    """A note, where something is as wide as a vocabulary and yet nothing was looked at."""
-    if not any(_is_vocabulary_wide(node, config) for node in graph.nodes):
-        return ()
-    wide = f"a last dimension of min_vocab={config.min_vocab} or more"
-    return (f"no softmax, log-softmax or logsumexp over {wide}: there is nothing to fuse",)
 
 
 def _rejection(reason: str, node: Node) -> Rejection:

@@ -16,10 +16,9 @@ from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
     gradients_that_come_in,
-    nothing_like_a_softmax,
     rejections_of,
     saved_bytes,
-    too_small,
+    without_a_softmax,
 )
 from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import mark_backward
@@ -133,10 +132,9 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
     if rounds.only:
         return _commit(walk, rounds.rejections)
     walk.context.emitter.discard()
-    rejections = tuple(rounds.rejections.values()) or too_small(graph, config)
-    return Outcome(
-        rejections=rejections, notes=() if rejections else nothing_like_a_softmax(graph, config)
-    )
+    if rounds.rejections:
+        return Outcome(rejections=tuple(rounds.rejections.values()))
+    return without_a_softmax(graph, config)
 
 
 def _read_in_backward(walk: Walk) -> set[Node]:

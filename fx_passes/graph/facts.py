@@ -82,6 +82,11 @@ def is_float_tensor(node: object) -> bool:
     return isinstance(found, torch.Tensor) and found.dtype.is_floating_point
 
 
+def is_wide(node: object, min_vocab: int) -> bool:
+    """Floating, of two dimensions or more, the last of which may be a vocabulary; symbolic sizes by their hints."""
+    return is_float_tensor(node) and rank_of(node) >= 2 and hint(shape_of(node)[-1]) >= min_vocab
+
+
 def byte_count(node: Node) -> int:
     """Bytes of a tensor, symbolic sizes by their hints."""
     tensor = value(node)

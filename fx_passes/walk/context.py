@@ -22,7 +22,7 @@ from fx_passes.graph.facts import (
     Size,
     SizeArg,
     hint,
-    is_float_tensor,
+    is_wide,
     rank_of,
     same,
     shape_of,
@@ -82,12 +82,11 @@ class Context:
         return meaning
 
     def _is_root(self, node: Node) -> bool:
-        if not is_float_tensor(node) or self.emitter.made(node) or node in self.changes.never:
+        if self.emitter.made(node) or node in self.changes.never:
             return False
         if self.only is not None and node not in self.only:
             return False
-        shape = shape_of(node)
-        return len(shape) >= 2 and self.is_vocabulary(shape[-1])
+        return is_wide(node, self.config.min_vocab)
 
     def is_vocabulary(self, size: Size) -> bool:
         """Large enough to be a vocabulary; a symbolic size counts by its hint and adds no guard."""
@@ -103,7 +102,9 @@ class Context:
             return [] if is_logits(node) else [n for n in node.all_input_nodes if n not in free]
 
         free = self._free
-        found = {node, *(ancestors([node], inputs) if node not in free else ())}
+        if node in free:
+            return True
+        found = {node, *ancestors([node], inputs)}
         if any(map(is_logits, found)):
             return False
         free |= found

@@ -77,7 +77,9 @@ class _Pass(CustomGraphPass):
 
 class _JointPass(_Pass):
     def run(self, graph: Graph) -> None:
-        run_fuse(graph, self.options, process.record(self.number))
+        record = process.record(self.number)
+        run_fuse(graph, self.options, record)
+        record.keep_unfused()
 
 
 class _BackwardPass(_Pass):

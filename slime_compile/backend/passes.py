@@ -135,8 +135,6 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         part = describe(graph, found, len(nodes), options.min_vocab)
         if nodes:
             set_region(nodes, record.graph_region(part))
-        else:
-            record.keep_unfused(part)
         if options.consume_logits:
             use_whole_logits(graph)
         inplace.mark_inputs(graph, record.held)

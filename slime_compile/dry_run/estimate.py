@@ -119,9 +119,9 @@ def estimate_peak(
         inputs += sum(t.untyped_storage().nbytes() for t in captured.tensors)
         forward = max(inputs, _total(tracker, "peak"))
         if torch.is_grad_enabled():
-            _check_roots(outputs, [*held, *parameters, *captured.tensors])
+            roots = _roots(outputs, [*held, *parameters, *captured.tensors])
             with tracker, Scratch():
-                gradients = _gradients(outputs, [t for t in held if t.requires_grad])
+                gradients = _gradients(roots, [t for t in held if t.requires_grad])
             del gradients
         return Estimate(inputs, forward, max(forward, _total(tracker, "peak")))
 
@@ -153,20 +153,20 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _check_roots(outputs: Any, held: Sequence[Tensor]) -> None:
-    """Backward would be skipped without a word."""
-    found = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(outputs))
+def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
+    """Where backward starts from; to find nothing would skip it without a word."""
+    found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     if not found and any(t.requires_grad for t in held):
         raise RuntimeError(
             "fn must return what backward starts from, as tensors, or tuples, lists and dicts of them, since an argument "
             f"or a parameter requires grad; it returned {type(outputs).__name__} without a tensor that requires grad. "
             "Return the loss, without calling backward; where forward alone is meant, call estimate_peak under torch.no_grad()"
         )
+    return found
 
 
-def _gradients(outputs: Any, given: list[Tensor]) -> Sequence[Tensor | None]:
-    """Of what was given, and of every other leaf that the outputs were made from."""
-    roots = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+def _gradients(roots: Sequence[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
+    """Of what was given, and of every other leaf that the roots were made from."""
     known = {id(t) for t in given}
     wanted = [*given, *(leaf for leaf in _leaves(roots, given) if id(leaf) not in known)]
     if not roots or not wanted:

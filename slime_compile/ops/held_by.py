@@ -54,12 +54,12 @@ def _frames() -> Iterator[FrameType]:
     """The user's, of all threads, innermost first; neither torch's, ours, the library's nor those of generated code."""
     from slime_compile.torch_private import cache_dir
 
-    made = ("<", cache_dir())
+    others = ("<", cache_dir(), *_PACKAGES)
     for frame in _innermost():
         while frame is not None:
             file = frame.f_code.co_filename
             library = file.startswith(_LIBRARY) and "site-packages" not in file
-            if not (library or file.startswith(made) or file.startswith(_PACKAGES)):
+            if not (library or file.startswith(others)):
                 yield frame
             frame = frame.f_back
 

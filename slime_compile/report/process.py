@@ -51,23 +51,22 @@ def reports() -> list[Report]:
     return list(_with_earlier_breaks(report for _, report in every))
 
 
-_RESUMED = re.compile(r"(?:torch_dynamo_resume_in_)?(.+?)(?:_at_\d+)* \((.*)\)")
-"""Dynamo's name for what comes after a graph break, and the file."""
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+( \(.*\))")
+"""Dynamo's name for what comes after a graph break in a function, and the file."""
 
 
 def _with_earlier_breaks(ordered: Iterable[Report]) -> Iterator[Report]:
     """What a function goes on with after a graph break is told of that break, too."""
-    latest: dict[tuple[str, ...], tuple[Frame, ...]] = {}
+    latest: dict[str, tuple[Frame, ...]] = {}
     for report in ordered:
         names = [g.name for g in report.graphs]
         if not names:
             names = [f"{f.name} ({f.source.rpartition(':')[0]})" for f in report.breaks]
-        functions = [m.groups() for name in names if (m := _RESUMED.fullmatch(name))]
-        if any(name.startswith("torch_dynamo_resume_in_") for name in names):
+        functions = [_RESUMED.sub(r"\1\2", name) for name in names]
+        if functions != names:
             earlier = (f for function in functions for f in latest.get(function, ()))
-            report = dataclasses.replace(
-                report, breaks=tuple(dict.fromkeys((*earlier, *report.breaks)))
-            )
+            breaks = tuple(dict.fromkeys((*earlier, *report.breaks)))
+            report = dataclasses.replace(report, breaks=breaks)
         latest.update((function, report.breaks) for function in functions)
         yield report
 

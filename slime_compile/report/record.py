@@ -20,10 +20,10 @@ import urllib.parse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Graph
 
 from fx_passes.graph.backward import is_tangent
+from fx_passes.graph.facts import hint, is_float_tensor, rank_of, shape_of
 from fx_passes.graph.user_lines import frames
 from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
@@ -106,6 +106,7 @@ class Record:
     def loaded(self, regions: Iterable[str]) -> None:
         """Code from torch's compile cache has run for the first time, and has called these regions."""
         self.cached_as.update(region["id"] for region in _parsed(regions))
+        self._unfused = unfused.kept(self.identity) if self.has_vocabulary else []
         self.called = True
 
     def graph_region(self, part: GraphReport) -> str:
@@ -114,11 +115,11 @@ class Record:
         at = {line: self.lines.index(line) for line in sorted(used) if line in self.lines}
         return self._region({"graph": dataclasses.asdict(part), "at": at})
 
-    def keep_unfused(self, part: GraphReport) -> None:
-        """Of a graph without a fused operator, where a later process finds it."""
-        if self.has_vocabulary:
-            self._unfused.append(self.graph_region(part))
-            unfused.keep(self.identity, self._unfused)
+    def keep_unfused(self) -> None:
+        """What no operator carries through torch's compile cache, where a later process finds it."""
+        regions = [self.graph_region(part) for part in self._parts if not part.operators]
+        if regions and self.has_vocabulary:
+            unfused.keep(self.identity, regions)
 
     def placements_region(self) -> str:
         """The same for what is in place."""
@@ -142,7 +143,7 @@ class Record:
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
-        seen = _parsed([*ops.seen_regions, *unfused.kept(self.identity)])
+        seen = _parsed([*ops.seen_regions, *self._unfused])
         mine = [self._moved(each) for each in seen if each["id"] in self.cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
         placements = [
@@ -256,7 +257,7 @@ def _merged(
         values=tuple(v for p in parts for v in p.values),
         placements=tuple(placements),
         rejections=tuple(r for p in parts for r in p.rejections),
-        notes=tuple(dict.fromkeys((*(n for p in parts for n in p.notes), *notes))),
+        notes=(*(n for p in parts for n in p.notes), *notes),
         has_vocabulary=any(p.has_vocabulary for p in parts),
         cached=cached,
         failed=any(p.failed for p in parts),
@@ -303,12 +304,7 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
 
 def is_wide(value: object, min_vocab: int) -> bool:
     """Floating, and its last dimension may be a vocabulary."""
-    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or not value.dim():
-        return False
-    width: Any = value.shape[-1]
-    if isinstance(width, torch.SymInt):  # by its hint, as `fuse` does
-        width = width.node.hint if width.node.has_hint() else 0
-    return int(width) >= min_vocab
+    return is_float_tensor(value) and rank_of(value) > 0 and hint(shape_of(value)[-1]) >= min_vocab
 
 
 def outermost_frame(stack_trace: str) -> str:

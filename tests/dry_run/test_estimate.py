@@ -99,8 +99,8 @@ def test_backward_is_not_skipped_without_a_word() -> None:
     for loss in (backward_inside, hidden_in_an_object):
         with pytest.raises(RuntimeError, match="fn must return what backward starts from"):
             estimate_peak(loss, logits, target)
-        with torch.no_grad():
-            estimate_peak(hidden_in_an_object, logits, target)
+    with torch.no_grad():
+        estimate_peak(hidden_in_an_object, logits, target)
 
 
 # ---- keyword arguments, and what a function captures --------------------------------------------------------------
