@@ -79,6 +79,11 @@ def _environment() -> Iterator[Finding]:
     for name in _SWITCHED_OFF:
         if os.environ.get(name, "0") not in ("", "0"):
             yield Finding("FAIL", name, f"is {os.environ[name]}: torch.compile does nothing")
+    capability = os.environ.get("ATEN_CPU_CAPABILITY")
+    if capability and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        told = "inductor's cache does not ask for which instructions a kernel was written, and another's may crash"
+        remedy = "set TORCHINDUCTOR_CACHE_DIR to a folder of its own"
+        yield Finding("note", "cpu capability", f"{capability}: {told}; {remedy}")
     shown = [n for n in sorted(os.environ) if n.startswith(_ENVIRONMENT)]
     for name in shown:
         yield Finding("note", "environment", f"{name}={os.environ[name]}")

@@ -104,3 +104,14 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FAIL TORCHDYNAMO_DISABLE" in said
     assert "SLIME_FUSED_MIN_VOCAB=64" in said
     assert "min_vocab=64, by the environment" in str(found(module._options)[0])
+
+
+def test_instructions_without_a_cache_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a/folder/of/its/own")
+    assert not [each for each in found(module._environment) if each.what == "cpu capability"]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (told,) = (each for each in found(module._environment) if each.what == "cpu capability")
+    assert told.status == "note"
+    assert "avx2" in told.detail
+    assert "set TORCHINDUCTOR_CACHE_DIR" in told.detail

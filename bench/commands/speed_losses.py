@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from bench.cases.losses import Case, Problem
 from bench.cases.row_losses import LOSSES
@@ -73,6 +74,8 @@ def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
     """Median milliseconds of forward and backward of "loss: way", and of a copy of the logits."""
     if setting.threads:
         os.environ["ATEN_CPU_CAPABILITY"] = str(setting.instructions)
+        # Inductor's cache does not ask for which instructions a kernel was written: one of another cell's crashes.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_{setting.instructions}"
         torch.set_num_threads(setting.threads)
         used = torch.backends.cpu.get_cpu_capability().lower()
         if used != setting.instructions:

@@ -11,8 +11,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -65,30 +67,57 @@ inline Vec<float> low_bits_as_exponent(Vec<float> t) {
 }
 #endif
 
-// exp(u) for LOW <= u < 89, NaN for NaN. Within 0.7 units in the last place.
+// M vectors that go through the same steps together: while one waits for its last step, another has its turn.
+template <typename T, int M>
+using Vecs = std::array<Vec<T>, M>;
+constexpr int PAIR = 2; // more run out of registers
+
+// exp(u) = fraction * power for LOW <= u < 89, NaN for NaN. Within 0.7 units in the last place.
 //
 // exp(u) = 2^(n - 1) * 2 exp(r), where n is u / ln 2 rounded and r = u - n ln 2, |r| <= ln 2 / 2. Adding 1.5 * 2^23 + 126
 // rounds, and leaves n + 126 in the low bits, which become the exponent field of 2^(n - 1): 0 for n = -126, so that LOW
 // gives 0 and no denormal number comes up on the way; infinity for n = 129. ln 2 is taken off in two parts, of which the
 // first has so few bits that what is left (`near`) is exact. exp(r) = 1 + r + r^2 q(r), q of degree 4 and of least
 // relative error (3e-9). What 2 + 2 near loses by rounding goes to the small terms, so that one rounding counts.
-inline Vec<float> exponential(Vec<float> u) {
+template <typename T, int M>
+struct Exponentials {
+  Vecs<T, M> fraction, power;
+
+  Vec<T> value(int m) const { return fraction[m] * power[m]; }
+};
+
+template <int M>
+C10_ALWAYS_INLINE Exponentials<float, M> exponentials(const Vecs<float, M>& u) {
   const Vec<float> magic(12582912.0f + 126.0f), log2e(1.44269504f), two(2.0f);
-  const Vec<float> t = at::vec::fmadd(u, log2e, magic), n = t - magic;
-  const Vec<float> near = at::vec::fmadd(n, Vec<float>(-0.693359375f), u);
-  const Vec<float> r = at::vec::fmadd(n, Vec<float>(0x1.bd0106p-13f), near);
-  Vec<float> q(0x1.6a23d0p-9f); // 2 q
-  q = at::vec::fmadd(q, r, Vec<float>(0x1.123a20p-6f));
-  q = at::vec::fmadd(q, r, Vec<float>(0x1.5558f2p-4f));
-  q = at::vec::fmadd(q, r, Vec<float>(0x1.555492p-2f));
-  q = at::vec::fmadd(q, r, Vec<float>(0x1.fffffcp-1f));
-  const Vec<float> large = at::vec::fmadd(near, two, two), lost = at::vec::fmsub(near, two, large - two);
-  const Vec<float> small = at::vec::fmadd(r * r, q, at::vec::fmadd(n, Vec<float>(0x1.bd0106p-12f), lost));
-  return (large + small) * low_bits_as_exponent(t);
+  const auto each = [](const auto& step) {
+    Vecs<float, M> found;
+    for (int m = 0; m < M; ++m) found[m] = step(m);
+    return found;
+  };
+  const auto t = each([&](int m) { return at::vec::fmadd(u[m], log2e, magic); });
+  const auto n = each([&](int m) { return t[m] - magic; });
+  const auto near = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(-0.693359375f), u[m]); });
+  const auto r = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(0x1.bd0106p-13f), near[m]); });
+  Vecs<float, M> q = each([](int) { return Vec<float>(0x1.6a23d0p-9f); }); // 2 q
+  for (float next : {0x1.123a20p-6f, 0x1.5558f2p-4f, 0x1.555492p-2f, 0x1.fffffcp-1f})
+    q = each([&](int m) { return at::vec::fmadd(q[m], r[m], Vec<float>(next)); });
+  const auto large = each([&](int m) { return at::vec::fmadd(near[m], two, two); });
+  const auto lost = each([&](int m) { return at::vec::fmsub(near[m], two, large[m] - two); });
+  const auto least = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(0x1.bd0106p-12f), lost[m]); });
+  const auto small = each([&](int m) { return at::vec::fmadd(r[m] * r[m], q[m], least[m]); });
+  return {each([&](int m) { return large[m] + small[m]; }), each([&](int m) { return low_bits_as_exponent(t[m]); })};
 }
 
-inline Vec<double> exponential(Vec<double> u) {
-  return u.exp();
+template <int M>
+Exponentials<double, M> exponentials(const Vecs<double, M>& u) {
+  Exponentials<double, M> found;
+  for (int m = 0; m < M; ++m) found.fraction[m] = u[m].exp(), found.power[m] = Vec<double>(1);
+  return found;
+}
+
+template <typename T>
+Vec<T> exponential(Vec<T> u) {
+  return exponentials<1>(Vecs<T, 1>{u}).value(0);
 }
 
 // From where exp(u) may be 0 for float32, and denormal for torch.
@@ -102,7 +131,7 @@ inline Vec<float> exponential_to_zero(Vec<float> u) {
 }
 
 inline Vec<double> exponential_to_zero(Vec<double> u) {
-  return exponential(u);
+  return u.exp();
 }
 
 // ---- rows, blocks --------------------------------------------------------------------------------------------------
@@ -278,8 +307,22 @@ T top_of(const T* x, int64_t n, T sign) {
   return highest;
 }
 
-template <typename T, bool MEAN, bool TOTAL>
-Sums block_sums(const T* x, int64_t n, T scale_of_row) {
+// What a block is followed by, which is fetched while the exponentials of the block are computed: the look for its
+// largest element would have to wait for it. A vector's worth of elements has `bytes`.
+struct Next {
+  const char* data;
+  int64_t bytes;
+
+  void fetch(int64_t vector) const {
+#if defined(__GNUC__)
+    __builtin_prefetch(data + vector * bytes);
+#endif
+  }
+};
+
+// UNIT: the scale is 1.
+template <typename T, bool UNIT, bool MEAN, bool TOTAL>
+Sums block_sums(const T* x, int64_t n, T scale_of_row, Next next) {
   constexpr int64_t W = Vec<T>::size();
   const T sign = scale_of_row < 0 ? T(-1) : T(1);
   Sums sums;
@@ -287,6 +330,7 @@ Sums block_sums(const T* x, int64_t n, T scale_of_row) {
   sums.top = top_of(x, n, sign);
   sums.count = n;
   const Vec<T> scale(scale_of_row), anchor(sign * static_cast<T>(sums.anchor())), low(LOW<T>), none(0);
+  const auto difference = [&](Vec<T> v) { return UNIT ? v - anchor : (v - anchor) * scale; };
   Sum<T> mass, first, spread;
   int64_t i = 0;
   const auto end_strip = [&] {
@@ -294,31 +338,42 @@ Sums block_sums(const T* x, int64_t n, T scale_of_row) {
     if constexpr (MEAN) first.end_strip();
     if constexpr (TOTAL) spread.end_strip();
   };
-  const auto add = [&](int k, Vec<T> d, Vec<T> held, Vec<T> e) {
-    mass.strip[k] = mass.strip[k] + e;
-    if constexpr (MEAN) first.strip[k] = at::vec::fmadd(e, held, first.strip[k]);
-    if constexpr (TOTAL) spread.strip[k] = spread.strip[k] + d;
-  };
   while (i + AHEAD * W <= n) {
     const int64_t end = std::min(n, i + STRIP * AHEAD * W);
     for (; i + AHEAD * W <= end; i += AHEAD * W) {
-      for (int k = 0; k < AHEAD; ++k) {
-        const Vec<T> d = (Vec<T>::loadu(x + i + k * W) - anchor) * scale, held = at::vec::clamp_min(d, low);
-        add(k, d, held, exponential(held));
+      for (int k = 0; k < AHEAD; k += PAIR) {
+        Vecs<T, PAIR> d, held;
+        for (int m = 0; m < PAIR; ++m) d[m] = difference(Vec<T>::loadu(x + i + (k + m) * W));
+        for (int m = 0; m < PAIR; ++m) held[m] = at::vec::clamp_min(d[m], low);
+        const auto e = exponentials<PAIR>(held);
+        for (int m = 0; m < PAIR; ++m) {
+          next.fetch(i / W + k + m);
+          mass.strip[k + m] = at::vec::fmadd(e.fraction[m], e.power[m], mass.strip[k + m]);
+          if constexpr (MEAN) first.strip[k + m] = at::vec::fmadd(e.value(m), held[m], first.strip[k + m]);
+          if constexpr (TOTAL) spread.strip[k + m] = spread.strip[k + m] + d[m];
+        }
       }
     }
     end_strip();
   }
   for (; i < n; i += W) {
     const int64_t here = std::min(W, n - i);
-    const Vec<T> d = Vec<T>::set(none, (Vec<T>::loadu(x + i, here) - anchor) * scale, here);
-    const Vec<T> held = at::vec::clamp_min(d, low);
-    add(0, d, held, Vec<T>::set(none, exponential(held), here));
+    const Vec<T> d = Vec<T>::set(none, difference(Vec<T>::loadu(x + i, here)), here);
+    const Vec<T> held = at::vec::clamp_min(d, low), e = Vec<T>::set(none, exponential(held), here);
+    mass.strip[0] = mass.strip[0] + e;
+    if constexpr (MEAN) first.strip[0] = at::vec::fmadd(e, held, first.strip[0]);
+    if constexpr (TOTAL) spread.strip[0] = spread.strip[0] + d;
   }
   sums.mass = mass.total();
   if constexpr (MEAN) sums.first = first.total();
   if constexpr (TOTAL) sums.spread = spread.total();
   return sums;
+}
+
+template <typename T, bool UNIT>
+auto block_sums_of(bool mean, bool total) {
+  if (total) return block_sums<T, UNIT, true, true>;
+  return mean ? block_sums<T, UNIT, true, false> : block_sums<T, UNIT, false, false>;
 }
 
 template <typename T>
@@ -331,12 +386,13 @@ Sums segment_sums(const Rows& x, int64_t row, int64_t begin, int64_t end, T scal
     sums.mass = sums.count = static_cast<double>(end - begin);
     return sums;
   }
-  const auto block = total ? block_sums<T, true, true> : mean ? block_sums<T, true, false> : block_sums<T, false, false>;
+  const auto block = scale == 1 ? block_sums_of<T, true>(mean, total) : block_sums_of<T, false>(mean, total);
   for (int64_t column = begin; column < end; column += BLOCK<T>) {
     const int64_t n = std::min(BLOCK<T>, end - column);
     const char* data = x.at(row, column);
     if (!x.direct<T>()) load(x, data, n, buffer);
-    sums.add(block(x.direct<T>() ? reinterpret_cast<const T*>(data) : buffer, n, scale));
+    const Next next{data + n * x.item, x.step() == 1 ? Vec<T>::size() * x.item : 0};
+    sums.add(block(x.direct<T>() ? reinterpret_cast<const T*>(data) : buffer, n, scale, next));
   }
   return sums;
 }
@@ -416,25 +472,55 @@ struct Coefficients {
   }
 };
 
+// What the coefficients of a row are, as far as the code for a block differs.
+enum class Kind {
+  PLAIN, // one term with a softmax, nothing affine: what most losses come to
+  ANY,
+  DENORMALS, // any, of exponentials that may be denormal
+  SOFTMAX, // any, where x is a softmax
+};
+
+template <typename T>
+bool is_plain(const Coefficients<T>& of) {
+  if (of.terms_count != 1 || of.affine[0] != 0 || of.affine[2] != 0) return false;
+  const Term<T>& term = *of.terms;
+  return term.scale != 0 && !std::isnan(term.shift) && (term.a != 0 || term.b != 0);
+}
+
 // exp(z - shift) (a + b z), z = scale (x - center); 0 where z is -inf, unless the shift says that there is no softmax.
 // x is not looked at where the scale is 0, nor anything where a and b are.
-template <typename T, bool DENORMALS>
-Vec<T> term_value(Vec<T> x, const Term<T>& term) {
-  if (term.a == 0 && term.b == 0) return Vec<T>(0);
-  const Vec<T> z = term.scale == 0 ? Vec<T>(0) : (x - Vec<T>(term.center)) * Vec<T>(term.scale);
-  const Vec<T> u = at::vec::clamp_max(z - Vec<T>(term.shift), Vec<T>(HIGH<T>));
-  const Vec<T> e = DENORMALS ? exponential_to_zero(u) : exponential(at::vec::clamp_min(u, Vec<T>(LOW<T>)));
-  const Vec<T> value = e * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
-  return std::isnan(term.shift) ? value : Vec<T>::blendv(value, Vec<T>(0), z == Vec<T>(-INF<T>));
+template <typename T, Kind KIND, int M>
+C10_ALWAYS_INLINE Vecs<T, M> term_values(const Vecs<T, M>& x, const Term<T>& term) {
+  constexpr bool plain = KIND == Kind::PLAIN, denormals = KIND == Kind::DENORMALS;
+  Vecs<T, M> z, u, value;
+  value.fill(Vec<T>(0));
+  if (!plain && term.a == 0 && term.b == 0) return value;
+  for (int m = 0; m < M; ++m) {
+    z[m] = !plain && term.scale == 0 ? Vec<T>(0) : (x[m] - Vec<T>(term.center)) * Vec<T>(term.scale);
+    u[m] = at::vec::clamp_max(z[m] - Vec<T>(term.shift), Vec<T>(HIGH<T>));
+    if (!denormals) u[m] = at::vec::clamp_min(u[m], Vec<T>(LOW<T>));
+  }
+  const auto e = exponentials<M>(u);
+  for (int m = 0; m < M; ++m) {
+    const Vec<T> exponential = denormals ? exponential_to_zero(u[m]) : e.value(m);
+    value[m] = exponential * at::vec::fmadd(z[m], Vec<T>(term.b), Vec<T>(term.a));
+    if (plain || !std::isnan(term.shift)) value[m] = Vec<T>::blendv(value[m], Vec<T>(0), z[m] == Vec<T>(-INF<T>));
+  }
+  return value;
 }
 
 // The same of x = exp(z - shift); 0 where x is 0.
-template <typename T>
-Vec<T> softmax_value(Vec<T> x, const Term<T>& term) {
-  if (term.a == 0 && term.b == 0) return Vec<T>(0);
-  const Vec<T> z = x.log() + Vec<T>(term.shift);
-  const Vec<T> value = x * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
-  return Vec<T>::blendv(value, Vec<T>(0), x == Vec<T>(0));
+template <typename T, int M>
+Vecs<T, M> softmax_values(const Vecs<T, M>& x, const Term<T>& term) {
+  Vecs<T, M> value;
+  value.fill(Vec<T>(0));
+  if (term.a == 0 && term.b == 0) return value;
+  for (int m = 0; m < M; ++m) {
+    const Vec<T> z = x[m].log() + Vec<T>(term.shift);
+    const Vec<T> all = x[m] * at::vec::fmadd(z, Vec<T>(term.b), Vec<T>(term.a));
+    value[m] = Vec<T>::blendv(all, Vec<T>(0), x[m] == Vec<T>(0));
+  }
+  return value;
 }
 
 // Whether a block has exponentials that may be denormal and have nothing beside them: a softmax, whose logarithm may be
@@ -451,48 +537,77 @@ bool has_denormals(const T* x, int64_t n, const Coefficients<T>& of) {
   return found;
 }
 
-// All exponential terms. K is the number of them, or -1 for any.
-template <typename T, int K, bool SOFTMAX, bool DENORMALS>
-Vec<T> exponential_terms(Vec<T> x, const Coefficients<T>& of) {
-  Vec<T> sum(0);
-  for (int64_t k = 0; k < (K < 0 ? of.terms_count : K); ++k)
-    sum = sum + (SOFTMAX ? softmax_value(x, of.terms[k]) : term_value<T, DENORMALS>(x, of.terms[k]));
-  return sum;
-}
+// The coefficients of one row, less the one-hot terms. The first term and what is affine are copies, which writing to out
+// cannot change.
+template <typename T, Kind KIND>
+struct Dense {
+  const int64_t count;
+  const Term<T> first;
+  const Term<T>* terms;
+  const T factor, center, e;
 
-// What is affine in x, which is not looked at where the factor is 0.
-template <typename T>
-Vec<T> affine_term(Vec<T> x, const Coefficients<T>& of) {
-  const Vec<T> e(of.affine[2]);
-  return of.affine[0] != 0 ? Vec<T>(of.affine[0]) * (x - Vec<T>(of.affine[1])) + e : e;
-}
+  explicit Dense(const Coefficients<T>& of)
+      : count(of.terms_count), first(count ? of.terms[0] : Term<T>{}), terms(of.terms), factor(of.affine[0]),
+        center(of.affine[1]), e(of.affine[2]) {}
 
-// What is not one-hot. out may be x.
-template <typename T, int K, bool SOFTMAX, bool DENORMALS>
-void block_values(const T* x, T* out, int64_t n, const Coefficients<T>& of) {
-  constexpr int64_t W = Vec<T>::size();
-  const auto value = [&](Vec<T> v) {
-    return exponential_terms<T, K, SOFTMAX, DENORMALS>(v, of) + affine_term(v, of);
-  };
-  int64_t i = 0;
-  for (; i + W <= n; i += W) value(Vec<T>::loadu(x + i)).store(out + i);
-  if (i < n) value(Vec<T>::loadu(x + i, n - i)).store(out + i, n - i);
-}
+  bool has_affine() const { return KIND != Kind::PLAIN && (factor != 0 || e != 0); }
+
+  template <int M>
+  C10_ALWAYS_INLINE Vecs<T, M> exponential_terms(const Vecs<T, M>& x) const {
+    if constexpr (KIND == Kind::SOFTMAX) return softmax_values<T, M>(x, first);
+    Vecs<T, M> sum = term_values<T, KIND, M>(x, first);
+    for (int64_t k = 1; KIND != Kind::PLAIN && k < count; ++k) {
+      const auto value = term_values<T, KIND, M>(x, terms[k]);
+      for (int m = 0; m < M; ++m) sum[m] = sum[m] + value[m];
+    }
+    return sum;
+  }
+
+  // What is affine in x, which is not looked at where the factor is 0.
+  Vec<T> affine_term(Vec<T> x) const {
+    return factor != 0 ? Vec<T>(factor) * (x - Vec<T>(center)) + Vec<T>(e) : Vec<T>(e);
+  }
+
+  template <int M>
+  C10_ALWAYS_INLINE Vecs<T, M> values(const Vecs<T, M>& x) const {
+    Vecs<T, M> found = exponential_terms<M>(x);
+    for (int m = 0; KIND != Kind::PLAIN && m < M; ++m) found[m] = found[m] + affine_term(x[m]);
+    return found;
+  }
+
+  // Of a block. out may be x.
+  void write(const T* x, T* out, int64_t n) const {
+    constexpr int64_t W = Vec<T>::size();
+    const Dense of = *this;
+    int64_t i = 0;
+    for (; i + PAIR * W <= n; i += PAIR * W) {
+      Vecs<T, PAIR> given;
+      for (int m = 0; m < PAIR; ++m) given[m] = Vec<T>::loadu(x + i + m * W);
+      const auto found = of.template values<PAIR>(given);
+      for (int m = 0; m < PAIR; ++m) found[m].store(out + i + m * W);
+    }
+    for (; i < n; i += W) {
+      const int64_t here = std::min(W, n - i);
+      values<1>({Vec<T>::loadu(x + i, here)})[0].store(out + i, here);
+    }
+  }
+};
 
 // A block of one row, from `column` on. One-hot weights are added to the exponentials first: p - 1 cancels in a row whose
 // token is certain, and what is affine would be rounded as 1 is.
-template <typename T, int K, bool SOFTMAX, bool DENORMALS = false>
+template <typename T, Kind KIND>
 void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
   const auto within = [&](int64_t k) { return of.index[k] >= column && of.index[k] < column + n; };
-  const bool affine = of.affine[0] != 0 || of.affine[2] != 0;
+  const Dense<T, KIND> dense(of);
+  const bool affine = dense.has_affine();
   std::vector<T> sums, rest; // of the one-hot columns, read before they are written
   for (int64_t k = 0; k < (affine ? of.hots_count : 0); ++k)
     if (within(k)) {
       const Vec<T> v = Vec<T>::loadu(x + (of.index[k] - column), 1);
-      exponential_terms<T, K, SOFTMAX, DENORMALS>(v, of).store(&sums.emplace_back(), 1);
-      affine_term(v, of).store(&rest.emplace_back(), 1);
+      dense.template exponential_terms<1>({v})[0].store(&sums.emplace_back(), 1);
+      dense.affine_term(v).store(&rest.emplace_back(), 1);
     }
-  block_values<T, K, SOFTMAX, DENORMALS>(x, out, n, of);
+  dense.write(x, out, n);
   for (int64_t k = 0, found = 0; k < of.hots_count; ++k)
     if (within(k)) {
       T& to = out[of.index[k] - column];
@@ -509,10 +624,10 @@ void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coeffici
 
 template <typename T>
 void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
-  if (of.softmax) block_grad_of<T, 1, true>(x, out, n, column, of);
-  else if (has_denormals(x, n, of)) block_grad_of<T, -1, false, true>(x, out, n, column, of);
-  else if (of.terms_count == 1) block_grad_of<T, 1, false>(x, out, n, column, of);
-  else block_grad_of<T, -1, false>(x, out, n, column, of);
+  if (of.softmax) block_grad_of<T, Kind::SOFTMAX>(x, out, n, column, of);
+  else if (has_denormals(x, n, of)) block_grad_of<T, Kind::DENORMALS>(x, out, n, column, of);
+  else if (is_plain(of)) block_grad_of<T, Kind::PLAIN>(x, out, n, column, of);
+  else block_grad_of<T, Kind::ANY>(x, out, n, column, of);
 }
 
 template <typename T>
