@@ -503,12 +503,12 @@ MUTANTS = [
             '    if False:\n        raise Refused("a part of the vocabulary is taken")',
         ),
         (
-            "a slice with a step takes all", "rules/row_moves.py", "test_small_programs.py right and (steps)",
+            "a slice with a step takes all", "graph/slices.py", "test_small_programs.py right and (steps)",
             "    return bool(step == 1 and start == 0 and (stop == END or same(stop, size)))",
             "    return bool(start == 0 and (stop == END or same(stop, size)))",
         ),
         (
-            "a bound from the end is one from the start", "rules/row_moves.py", "test_small_programs.py right and (from_the_end)",
+            "a bound from the end is one from the start", "graph/slices.py", "test_small_programs.py right and (from_the_end)",
             "        start = min(max(start + size if start < 0 else start, 0), size)",
             "        start = min(max(start, 0), size)",
         ),
@@ -1241,6 +1241,41 @@ MUTANTS = [
             "a place without a softmax", "rules/reductions.py", "test_soundness.py maxima",
             "    place = c.emitter.where(known, place, c.emitter.full([], 0, torch.int64, place))\n",
             "",
+        ),
+        (
+            "columns of another row are a row's own", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "        if not places or min(places) < 1:  # none listed: a sum of all",
+            "        if not places:",
+        ),
+        (
+            "some columns are all of them", "linear/in_forward.py", "test_linear_in_forward.py several",
+            "    return takes_all(size, *given)",
+            "    return True",
+        ),
+        (
+            "a sum with what is no multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "    return _PLAIN not in found[:2]",
+            "    return True",
+        ),
+        (
+            "a product of two multiples is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "    return found[:2].count(_MULTIPLE) == 1",
+            "    return True",
+        ),
+        (
+            "what is divided by a multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "    return found[1] == _PLAIN",
+            "    return True",
+        ),
+        (
+            "any function of a multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "    if rule is None or not rule(node, found):",
+            "    if rule is not None and not rule(node, found):",
+        ),
+        (
+            "two outputs are one loss", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "    if len(reached) != 1 or shape_of(reached[0]):",
+            "    if not reached:",
         ),
     )
 ]

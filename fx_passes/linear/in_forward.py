@@ -36,6 +36,7 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, TURNS, WRITES
 from fx_passes.graph.order import ancestors, descendants
+from fx_passes.graph.slices import takes_all
 from fx_passes.graph.user_lines import source_of
 
 aten = torch.ops.aten
@@ -221,6 +222,8 @@ class _Builder:
             return self._add(["cast", at, _name(value(node).dtype)], self._degrees[at])
         if target is aten.cat.default:
             return self._joined(node)
+        if target in _WITHIN_A_ROW:
+            return self._within_a_row(node)
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
             raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
@@ -250,6 +253,27 @@ class _Builder:
         places = [self._operand(part, node, joined=True) for part in parts]
         degrees = {self._degrees[at] for at in places}
         return self._add(["cat", places, place + 1], degrees.pop() if len(degrees) == 1 else _PLAIN)
+
+    def _within_a_row(self, node: Node) -> int:
+        """Columns of a value that has some per row, their sum, or what is written over them."""
+        at = _WITHIN_A_ROW[node.target]
+        whole: Node = node.args[0]  # type: ignore[assignment]
+        tensors: list[Any] = list(node.args[:at])
+        dims: Any = node.args[at] if len(node.args) > at else 0
+        if node.target in _SLICES and _takes_all(node, shape_of(whole)[dims], at + 1):
+            return self.place(tensors[-1])
+        rank = len(shape_of(whole))
+        rows = rank - len(self._fixed_rest(whole))
+        listed = dims if isinstance(dims, list) else [dims]
+        places = [0 if dim is None else dim % rank - rows + 1 for dim in listed]
+        if not places or min(places) < 1:  # none listed: a sum of all
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        args = [{"value": self._operand(each, each)} for each in tensors]
+        moved: Any = places if isinstance(dims, list) else places[0]
+        others = [self._argument(arg, node) for arg in node.args[at + 1 :]]
+        kwargs = {name: self._argument(arg, node) for name, arg in node.kwargs.items()}
+        degree = self._degree_of(whole) if at == 1 else self._multiple(node)
+        return self._add(["call", str(node.target), [*args, moved, *others], kwargs], degree)
 
     def _pointwise(self, node: Node) -> int:
         args = [self._argument(arg, node) for arg in node.args]
@@ -305,7 +329,8 @@ class _Builder:
             return _ZERO if isinstance(arg, int | float) and arg == 0 else _PLAIN
         if _is_zero(arg):
             return _ZERO
-        return self._degree(arg)
+        of_logits = arg in self.moving or arg in self.stats or arg in self.picks
+        return self._degree(arg) if of_logits else self.units.degree(arg)
 
 
 class _Units:
@@ -343,8 +368,6 @@ class _Units:
     def _found(self, node: Node) -> str:
         found = [self.degree(arg) for arg in node.args]
         if node.target in _LINEAR and found[0] == _MULTIPLE:
-            return _MULTIPLE
-        if node.target in WRITES.values() and found[:2] == [_ZERO, _MULTIPLE]:
             return _MULTIPLE
         return _degree_of_result(node, found)
 
@@ -412,12 +435,30 @@ _HOMOGENEOUS: dict[Any, Any] = {
     aten.div.Scalar: _above,
     aten.neg.default: _alone,
     aten.where.self: _chosen,
+    **dict.fromkeys(WRITES.values(), _both),
     **dict.fromkeys(_COMPARED, _with_zero),
 }
 
 
+_WITHIN_A_ROW: dict[Any, int] = {
+    **dict.fromkeys(WRITES, 1),
+    **dict.fromkeys(WRITES.values(), 2),
+    aten.sum.dim_IntList: 1,
+}
+"""Where their dimensions stand among the arguments, after the tensors."""
+
+_SLICES: set[Any] = {aten.slice.Tensor, aten.slice_scatter.default}
+
+
+def _takes_all(node: Node, size: Any, at: int) -> bool:
+    """Whether a slice, whose bounds and step begin at argument `at`, is of everything: `[:, 0]` where sizes vary."""
+    given: list[Any] = list(node.args[at:])
+    given += [None, None, 1][len(given) :]
+    return takes_all(size, *given)
+
+
 def _zero_result(target: Any, found: Sequence[str]) -> bool:
-    if target in (aten.add.Tensor, aten.sub.Tensor):
+    if target in (aten.add.Tensor, aten.sub.Tensor) or target in WRITES.values():
         return set(found[:2]) == {_ZERO}
     if target is aten.where.self:
         return set(found[1:]) == {_ZERO}

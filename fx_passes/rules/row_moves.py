@@ -21,6 +21,7 @@ from fx_passes.algebra.arithmetic import Refused, only_known
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Size, SizeArg, rank_of, same, same_shape, shape_of, value
+from fx_passes.graph.slices import END, Bound, bounds, takes_all
 from fx_passes.rules.indices import rolled_by
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
@@ -28,12 +29,6 @@ from fx_passes.walk.results import Instead, Operand, Result
 from fx_passes.walk.roots import Move, Step
 
 aten = torch.ops.aten
-
-END = 9223372036854775807
-"""A slice's bound for all that is left, as torch writes it."""
-
-Bound = int | Node | torch.SymInt | None
-
 
 # -- moving ------------------------------------------------------------------------------------------
 
@@ -90,24 +85,6 @@ def _leading(operand: Operand, dim: int) -> tuple[Form, int]:
 
 
 # -- slices -------------------------------------------------------------------------------------------
-
-
-def bounds(size: Size, start: Bound, stop: Bound) -> tuple[Any, Any]:
-    """Slice bounds in one spelling: numbers within the size where the size is a number, END for all that is left."""
-    start = 0 if start is None else start
-    stop = END if stop is None else stop
-    if not isinstance(size, int):
-        return start, END if same(stop, size) else stop
-    if isinstance(start, int):
-        start = min(max(start + size if start < 0 else start, 0), size)
-    if isinstance(stop, int):
-        stop = min(max(stop + size if stop < 0 else stop, 0), size)
-    return start, stop
-
-
-def takes_all(size: Size, start: Bound, stop: Bound, step: object) -> bool:
-    start, stop = bounds(size, start, stop)
-    return bool(step == 1 and start == 0 and (stop == END or same(stop, size)))
 
 
 def slice_rows(

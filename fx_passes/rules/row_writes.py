@@ -17,15 +17,8 @@ from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclampe
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, same, same_shape, shape_of
-from fx_passes.rules.row_moves import (
-    END,
-    Bound,
-    bounds,
-    reshape_rows,
-    row_form,
-    takes_all,
-    zeros_for,
-)
+from fx_passes.graph.slices import END, Bound, bounds, takes_all
+from fx_passes.rules.row_moves import reshape_rows, row_form, zeros_for
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result
 from fx_passes.walk.roots import Key

@@ -100,6 +100,36 @@ def cross_entropy_of_some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -
     return (F.cross_entropy(logits, target[:, 2:5].reshape(-1)),)
 
 
+def policy_of_selected_columns(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor
+) -> Outputs:
+    """The column is selected, not squeezed: backward writes it into zeros."""
+    log_p = (hidden @ weight.t()).float().log_softmax(-1)
+    log_probs = log_p.gather(-1, target[:, None])[:, 0]
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    return (-(ratio * advantages).mean() + 0.01 * (log_p.exp() * log_p).sum(-1).mean(),)
+
+
+def several_columns(hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Outputs:
+    """Of a row's columns some are read by themselves, some are summed, one is read twice."""
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    columns = torch.stack([target, (target + 1) % weight.shape[0], target // 2], -1)
+    found = log_p.gather(-1, columns)
+    some = found[:, 0] * advantages + found[:, 1:].exp().sum(-1) + found[..., -1].square()
+    return (some.mean(),)
+
+
+def ratio_times_advantages_of_sequences(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor, mask: Tensor
+) -> Outputs:
+    """What depends on the logits is multiplied by one number per sequence."""
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    of_sequence = advantages[:, :1]
+    each = torch.max(-ratio * of_sequence, -ratio.clamp(0.8, 1.2) * of_sequence)
+    return ((each * mask).sum() / mask.sum().clamp(min=1),)
+
+
 CAN: list[tuple[Loss, str]] = [
     (cross_entropy, NV),
     (cross_entropy_summed, NV),
@@ -108,6 +138,9 @@ CAN: list[tuple[Loss, str]] = [
     (policy, NV),
     (policy_near_its_reference, NV),
     (z_loss, NV),
+    (policy_of_selected_columns, NV),
+    (several_columns, NV),
+    (ratio_times_advantages_of_sequences, "[B,S,V]"),
     (loss_of_sequences, "[B,S,V]"),
     (policy, "[B,S,V]"),
     (cross_entropy_of_some_rows, "[B,S,V]"),
@@ -139,8 +172,11 @@ def test_float64() -> None:
     assert "taken in forward" in notes(last_report())[0]
 
 
-def test_any_number_of_rows(graphs: list[Graph]) -> None:
-    row = row_of(policy_near_its_reference)
+@pytest.mark.parametrize(
+    "fn", [policy_near_its_reference, policy_of_selected_columns, several_columns]
+)
+def test_any_number_of_rows(fn: Loss, graphs: list[Graph]) -> None:
+    row = row_of(fn)
     harness.prepare(row)
     function = always(row.fn, dynamic=True)
     harness.compare(function, row, torch.float32, data=row.data, draws=2)
@@ -192,6 +228,12 @@ def _ratio_of_a_sequence(hidden: Tensor, weight: Tensor, target: Tensor) -> Outp
     return ((log_probs - 1).mean().exp(),)
 
 
+def _columns_of_another_row(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    """One row's log-prob is a factor of all."""
+    log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[:, None])
+    return ((log_probs[1] * log_probs[:, 0]).mean(),)
+
+
 def _normalised(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     log_probs, _ = values_of(hidden @ weight.t(), target)
     return ((log_probs / log_probs.detach().norm()).sum(),)
@@ -210,50 +252,63 @@ def _some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return (log_probs.exp().mean(),)
 
 
-class _Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.view_as(values)
+def _changed(change: Callable[[Tensor], Tensor]) -> Loss:
+    """A loss whose backward changes the gradients of the log-probs, [N, 1]."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.clamp(-1e-2, 1e-2)
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            return values.view_as(values)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return change(grad)
 
-def _clipped(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    log_probs, _ = values_of(hidden @ weight.t(), target)
-    return (_Clipped.apply(log_probs).mean(),)
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[:, None])
+        return (Changed.apply(log_probs).mean(),)
 
-
-class _Shifted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad + 1
+    return loss
 
 
-def _shifted(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
-    log_probs, _ = values_of(hidden @ weight.t(), target)
-    return (_Shifted.apply(log_probs).mean(),)
+def _joined_with_ones(grad: Tensor) -> Tensor:
+    """The second of two columns is no multiple of the gradient."""
+    return torch.ones_like(grad).expand(-1, 2).select_scatter(grad[:, 0], 1, 0).sum(-1, True)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clipped": lambda grad: grad.clamp(-1e-2, 1e-2),
+    "shifted": lambda grad: grad + 1,
+    "shifted the other way": lambda grad: 1 - grad,
+    "squared": lambda grad: grad * grad,
+    "divided by itself": lambda grad: grad / grad,
+    "by its sign": lambda grad: torch.where(grad > 0, grad, 2 * grad),
+    "a column of two": _joined_with_ones,
+}
 
 
 WAIT = [
     (_per_token, "the gradient does not come from one scalar loss"),
     (_two_losses, "the gradient does not come from one scalar loss"),
     (_ratio_of_a_sequence, "a coefficient depends on other rows: aten."),
+    (_columns_of_another_row, "a coefficient depends on other rows: aten."),
     (_normalised, "a coefficient depends on other rows: aten."),
     (_checkpointed, "the program wants it made again in backward"),
     (_some_rows, "a coefficient depends on other rows: aten."),
-    (_clipped, "is not linear in the loss's gradient"),
-    (_shifted, "is not linear in the loss's gradient"),
 ]
 
 
 @pytest.mark.parametrize(("fn", "reason"), WAIT, ids=lambda each: getattr(each, "__name__", ""))
 def test_waits(fn: Loss, reason: str) -> None:
+    waits(fn, reason)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_not_linear_in_the_gradient_waits(change: Callable[[Tensor], Tensor]) -> None:
+    waits(_changed(change), "is not linear in the loss's gradient")
+
+
+def waits(fn: Loss, reason: str) -> None:
     """The reason is in the report, and the gradient is right."""
     hidden, weight, target = example()
     got, want = always(fn)(hidden, weight, target), fn(hidden, weight, target)
