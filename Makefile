@@ -33,12 +33,16 @@ test-capabilities: $(INSTALLED)
 # Another release of torch, with the triton that it ships with: make test-torch VERSION=2.11.0
 OTHER := .venv-$(VERSION)
 
-$(OTHER)/.installed: pyproject.toml constraints.txt
+# The long part, which nothing of this tree is in.
+$(OTHER)/.torch: constraints.txt
 	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.11.0"; exit 2; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	grep -vE '^(#|(torch|triton|setuptools)==)' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
 		torch==$(VERSION) "setuptools>=77" numpy packaging
+	touch $@
+
+$(OTHER)/.installed: pyproject.toml $(OTHER)/.torch
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
 		--no-build-isolation --editable ".[test,bench,triton]"
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps megatron-core

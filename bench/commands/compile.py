@@ -3,12 +3,13 @@
 Entry points: `main`, `compiled`. A cell is a process of its own, with torch's caches off and inductor warm: the first
 call, forward and backward, under inductor or under slime_fused, whose passes are timed where they are called, with all
 that the backend does beside them. CPU time of the process and of the compilers that it starts: a busy machine changes
-that least.
+that least. One cell more: what it takes to build the CPU operators.
 """
 
 import argparse
 import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from bench.measure.measure import in_fresh_process
 ROWS, VOCAB = 256, 2048  # small: no kernel's own time counts
 WAYS = ("inductor", "slime_fused")
 PIECES = (4, 16, 64)
+_KERNELS = "The CPU operators' C++, once per machine, seconds"
 CASES = ["the seeds' loss", *(f"{n} chunks" for n in PIECES), "a small model with the loss"]
 
 
@@ -34,11 +36,15 @@ def main(options: argparse.Namespace) -> None:
         for case in CASES
         for way in WAYS
     }
+    cells[_KERNELS] = functools.partial(in_fresh_process, built)
     run_cells(store, cells, until=time.monotonic() + 60 * options.minutes)
     headers = ["case", "nodes", "inductor", "slime_fused", "passes", "of inductor", "ms per node"]
-    write_table(
-        store, [("First compile, forward and backward, seconds of CPU time", headers, _rows(store))]
-    )
+    tables = [("First compile, forward and backward, seconds of CPU time", headers, _rows(store))]
+    if _KERNELS in store.cells:
+        found = store.cells[_KERNELS]
+        row = [found.get("error") or f"{found[each]:.2f}" for each in ("build", "load")]
+        tables.append((_KERNELS, ["built by the first process", "loaded by every other"], [row]))
+    write_table(store, tables)
 
 
 def compiled(case: str, way: str) -> dict[str, float]:
@@ -52,6 +58,22 @@ def compiled(case: str, way: str) -> dict[str, float]:
         began = _cpu_seconds()
         torch.compile(function, backend=way, dynamic=False)(*arguments).backward()
         return {"seconds": _cpu_seconds() - began, **spent}
+
+
+def built() -> dict[str, float]:
+    """Seconds to build the CPU operators where nobody has yet, and to load them where somebody has."""
+    from slime_compile.ops import native
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        found = {}
+        for way in ("build", "load"):
+            native._loaded.cache_clear()
+            began = time.perf_counter()
+            if native.functions() is None:
+                raise RuntimeError(native.description())
+            found[way] = time.perf_counter() - began
+        return found
 
 
 def _cpu_seconds() -> float:
