@@ -1,8 +1,10 @@
 """How logits [N, V] are cut into chunks: plain numbers, for the operators that cut and for the pass that tells of it.
 
-All logits are cut into eighths, where that leaves a chunk between 32 MiB and 512 MiB: less would starve the matmuls
-(on an H200, 8192 x 4096 x 128256 in bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows
-35.1 ms, and the matmul alone 32.7 ms), more would be memory for nothing.
+All logits are cut into eighths, or quarters where an eighth has fewer than 512 rows, and a chunk is between 32 MiB and
+512 MiB: less would starve the matmuls, which read the whole weight for each chunk (on an H200, 8192 x 4096 x 128256 in
+bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows 35.1 ms, and the matmul alone 32.7 ms; on
+two cores, `bench lm_head`'s policy loss of 2048 x 1024 x 32000 in float32 took 1.05 of inductor's time with 256 rows,
+0.94 with 512, 0.92 with 1024), more would be memory for nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHARE = 8
+SHARE, LARGEST_SHARE = 8, 4
+ROWS_MIN = 512
 MIN_BYTES, MAX_BYTES = 32 << 20, 512 << 20
 COLUMNS_MULTIPLE = 64  # keeps the rows of a chunk aligned, and the matmuls' tiles full
 COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever the sums cost
@@ -41,7 +44,8 @@ class Sizes:
     @property
     def chunk_bytes(self) -> int:
         """What a chunk may have."""
-        return self.limit or min(max(self.bytes // SHARE, MIN_BYTES), MAX_BYTES)
+        some_rows = min(ROWS_MIN * self.vocab * self.itemsize, self.bytes // LARGEST_SHARE)
+        return self.limit or min(max(self.bytes // SHARE, some_rows, MIN_BYTES), MAX_BYTES)
 
     @property
     def row_chunk(self) -> int:

@@ -45,7 +45,8 @@ class Options:
         merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
         check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
         lm_head: logits that a matmul in the graph makes are made in chunks, and never whole.
-        chunk_mib: MiB of a chunk of logits; 0 for an eighth of them, at least 32 MiB and at most 512 MiB.
+        chunk_mib: MiB of a chunk of logits; 0 for an eighth of them, or up to a quarter where that is fewer than 512
+            rows; at least 32 MiB and at most 512 MiB.
         grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
             may be and keeps little, "always" where it may be, "never".
         inductor: inductor's own settings by their names (`inductor.<name>` keys).

@@ -247,8 +247,8 @@ def test_special_rows_are_those_of_the_logits(gen: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_chunk_of_logits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eighth, what the gradients take, and a few numbers per row."""
-    rows, vocab, width = 256, 4096, 16
+    """An eighth (of fewer rows a quarter), what the gradients take, and a few numbers per row."""
+    rows, vocab, width = 4096, 4096, 16
     monkeypatch.setattr(torch_calls, "_CHUNK_ELEMENTS", 4 * vocab)  # of the CPU without a compiler
     hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
     weight = torch.randn(vocab, width, dtype=dtype).requires_grad_()
