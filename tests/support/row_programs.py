@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 STEPS = (3, 9)
-COLUMNS = 3
 
 Values = list[Tensor]
 
@@ -30,7 +29,7 @@ class Given:
 
 
 Step = Callable[[Values, Tensor, Given], Tensor]
-"""All values so far [B, S], columns [B, S, COLUMNS], what is given -> another value [B, S]."""
+"""All values so far [B, S], columns [B, S, 3], what is given -> another value [B, S]."""
 
 
 def row_program(seed: int) -> Callable[..., Tensor]:
