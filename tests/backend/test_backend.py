@@ -125,6 +125,10 @@ def test_different_options_have_different_code() -> None:
     assert [r.fused for r in slime_compile.reports()[before:]] == [2, 0]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11 and 2.12 run nothing compiled while they compile: aot_eager and inductor raise, too",
+)
 def test_six_threads() -> None:
     torch._dynamo.reset()
     before = len(slime_compile.reports())
