@@ -151,6 +151,71 @@ MUTANTS = [
             "        if False:",
         ),
         (
+            "a softmax over itself is one everywhere", "algebra/arithmetic.py", "test_zero_softmax.py",
+            'f=b * term.scale, beside=softmax)',
+            'f=b * term.scale)',
+        ),
+        (
+            "an exponential over another's is one", "algebra/arithmetic.py", "test_small_programs.py right and over_another",
+            "    base = join(form, divisor)",
+            "    base = form.with_(exps=())",
+        ),
+        (
+            "beside one softmax is beside all", "algebra/arithmetic.py", "test_zero_softmax.py",
+            '    return form.is_exp and all((term.scale, term.shift) == softmax for term in form.exps)',
+            '    return form.is_exp',
+        ),
+        (
+            "two softmaxes are zero at once", "algebra/arithmetic.py", "test_zero_softmax.py",
+            '    if left.beside is not None and right.beside is not None and left.beside != right.beside:',
+            '    if False:',
+        ),
+        (
+            "a sum forgets beside what it is known", "algebra/arithmetic.py", "test_zero_softmax.py",
+            '        clamped=left.clamped or right.clamped,\n        beside=beside,',
+            '        clamped=left.clamped or right.clamped,',
+        ),
+        (
+            "a product forgets beside what it is known", "algebra/arithmetic.py", "test_zero_softmax.py",
+            '        f=left.e * right.f + left.f * right.e,\n        beside=beside,',
+            '        f=left.e * right.f + left.f * right.e,',
+        ),
+        (
+            "a value beside a softmax is a number per row", "algebra/forms.py", "test_zero_softmax.py",
+            'return self.is_affine and self.f.is_zero and self.beside is None',
+            'return self.is_affine and self.f.is_zero',
+        ),
+        (
+            "a value beside a softmax is an exponential", "algebra/forms.py", "test_zero_softmax.py",
+            'return bool(self.exps) and not self.hots and plain and self.beside is None',
+            'return bool(self.exps) and not self.hots and plain',
+        ),
+        (
+            "infinite is -inf", "rules/guards.py", "test_zero_softmax.py",
+            '    return form.e == -(stats.max + stats.log_sum)',
+            '    return True',
+        ),
+        (
+            "a softmax over a masked one", "rules/pointwise.py", "test_zero_softmax.py",
+            '    _check_unmasked(c, divisor)\n    return same',
+            '    return same',
+        ),
+        (
+            "the place of the maximum beside a softmax", "rules/reductions.py", "test_zero_softmax.py",
+            '    only_everywhere(form)\n    assert form.x is not None\n    call, shifted',
+            '    assert form.x is not None\n    call, shifted',
+        ),
+        (
+            "a value beside a softmax is computed", "walk/walk.py", "test_zero_softmax.py",
+            '    known = form.beside is None and (bool(form.exps) or vanishes)',
+            '    known = bool(form.exps) or vanishes',
+        ),
+        (
+            "scaled logits beside a softmax are computed", "walk/walk.py", "test_zero_softmax.py",
+            '        if form.clamped or form.beside is not None:',
+            '        if form.clamped:',
+        ),
+        (
             "the clamp is forgotten", "rules/guards.py", "test_soundness.py garbage or lowest or clamp",
             "    return operand.with_(clamped=True)",
             "    return operand",
@@ -443,7 +508,7 @@ MUTANTS = [
         ),
         (
             "a clamped value is summed", "rules/reductions.py", "test_small_programs.py right and (clamped and scaled)",
-            "    only_known(form)\n    only_unclamped(form)",
+            "    only_known(form)\n    only_everywhere(form)",
             "    only_known(form)",
         ),
         (
@@ -1089,8 +1154,8 @@ MUTANTS = [
         ),
         (
             "a clamp is forgotten where a value leaves", "walk/walk.py", "test_soundness.py clamped_log_probs_by_weights",
-            " or form.clamped or",
-            " or",
+            "        if form.clamped or form.beside is not None:",
+            "        if form.beside is not None:",
         ),
         (
             "a row that a guard takes whole is NaN", "rules/guards.py", "test_soundness.py empty_rows",

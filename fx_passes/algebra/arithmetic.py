@@ -24,9 +24,13 @@ def only_known(*forms: Form) -> None:
         raise Refused("a value that is not made from the logits is in it")
 
 
-def only_unclamped(*forms: Form) -> None:
+def only_everywhere(*forms: Form) -> None:
     if any(form.clamped for form in forms):
         raise Refused("a clamped value may be at its lowest number there, which is not -inf")
+    if any(form.beside is not None for form in forms):
+        raise Refused(
+            "a value that is another where a softmax is zero meets more than that softmax"
+        )
 
 
 def is_infinite(form: Form) -> bool:
@@ -52,7 +56,8 @@ def join(left: Form, right: Form) -> Form:
 def scaled(form: Form, factor: Poly) -> Form:
     """factor * W, coefficient by coefficient."""
     if factor.is_zero:
-        return form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=(), clamped=False)
+        nothing = form.with_(exps=(), e=ZERO, f=ZERO, hots=(), others=())
+        return nothing.with_(clamped=False, beside=None)
     return form.with_(
         exps=tuple(Exp(t.scale, t.shift, t.a * factor, t.b * factor, t.extent) for t in form.exps),
         e=form.e * factor,
@@ -67,7 +72,8 @@ def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
     base = join(left, right)
     for one, two in ((left, right), (right, left)):
         if one.clamped and not two.is_row:
-            only_unclamped(one)
+            only_everywhere(one)
+    beside = _beside(left, right)
     exps = list(left.exps)
     for term in right.exps:
         _merge_exp(exps, term, zero_outside)
@@ -91,7 +97,14 @@ def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
         hots=tuple(hots),
         others=left.others + right.others,
         clamped=left.clamped or right.clamped,
+        beside=beside,
     )
+
+
+def _beside(left: Form, right: Form) -> tuple[Poly, Poly] | None:
+    if left.beside is not None and right.beside is not None and left.beside != right.beside:
+        only_everywhere(left, right)
+    return right.beside if left.beside is None else left.beside
 
 
 def _merge_exp(exps: list[Exp], term: Exp, zero_outside: Container[Node]) -> None:
@@ -160,6 +173,9 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
         return scaled(right, left.e)
     only_known(left, right)
     _check_clamped(left, right)
+    beside = _beside(left, right)
+    if beside is not None and (_is_made_of(left, beside) or _is_made_of(right, beside)):
+        beside = None
     if left.exps and right.exps:  # its exponent may overflow where neither factor does
         raise Refused("a product of two softmaxes")
     exps = _times_exps(left, right) + _times_exps(right, left)
@@ -170,9 +186,32 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     result = base.with_(
         e=left.e * right.e,
         f=left.e * right.f + left.f * right.e,
+        beside=beside,
     )
     terms = base.with_(exps=exps, hots=tuple(hots))
     return add(result, terms)
+
+
+def _is_made_of(form: Form, softmax: tuple[Poly, Poly]) -> bool:
+    """Multiples of that softmax, and nothing else: zero where it is."""
+    return form.is_exp and all((term.scale, term.shift) == softmax for term in form.exps)
+
+
+def quotient(form: Form, divisor: Form) -> Form | None:
+    """W1 / W2 of one softmax: exp(y - c)(a + b y) / (exp(y - c) d) = (a + b y) / d, and NaN where that is 0.
+
+    None where they are something else, or `d` has no inverse.
+    """
+    base = join(form, divisor)
+    if not divisor.is_exp or len(divisor.exps) != 1:
+        return None
+    (term,) = divisor.exps
+    softmax, by = (term.scale, term.shift), term.a.inverse()
+    if by is None or not term.b.is_zero or not _is_made_of(form, softmax):
+        return None
+    a = sum((each.a for each in form.exps), ZERO) * by
+    b = sum((each.b for each in form.exps), ZERO) * by
+    return base.with_(e=a, f=b * term.scale, beside=softmax)
 
 
 def _times_columns(
@@ -192,7 +231,7 @@ def _check_clamped(left: Form, right: Form) -> None:
     for one, other in ((left, right), (right, left)):
         vanish = other.is_exp and all(map(_vanishes, other.exps))
         if one.clamped and not vanish:
-            only_unclamped(one)
+            only_everywhere(one)
 
 
 def _vanishes(term: Exp) -> bool:

@@ -70,6 +70,8 @@ class Form:
     `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
     logits): they take part in sums and scalings only. `clamped`: affine, and where the logits are -inf a multiple of
     some very low number instead; only what an exponential of the same logits is multiplied with may be so.
+    `beside`: scale and shift of a softmax; where that is zero the value is another (NaN of `p / p`, 0 of
+    `where(p > 0, log(p), 0)`), of which a product with that very softmax leaves nothing.
     """
 
     shape: Shape
@@ -81,11 +83,12 @@ class Form:
     hots: tuple[OneHot, ...] = ()
     others: tuple[tuple[Node, Poly], ...] = ()
     clamped: bool = False
+    beside: tuple[Poly, Poly] | None = None
 
     @property
     def is_row(self) -> bool:
         """A row scalar spread over the vocabulary."""
-        return self.is_affine and self.f.is_zero
+        return self.is_affine and self.f.is_zero and self.beside is None
 
     @property
     def is_zero(self) -> bool:
@@ -99,16 +102,18 @@ class Form:
     def is_exp(self) -> bool:
         """Exponential terms and nothing else: vanishes where x is -inf."""
         plain = self.f.is_zero and self.e.is_zero and not self.others
-        return bool(self.exps) and not self.hots and plain
+        return bool(self.exps) and not self.hots and plain and self.beside is None
 
     @property
     def is_identity(self) -> bool:
-        return self.is_affine and self.e.is_zero and self.f == ONE
+        plain = self.e.is_zero and self.beside is None
+        return self.is_affine and plain and self.f == ONE
 
     def inner_atoms(self) -> set[Node]:
         """The row scalars that the logits are scaled and shifted by."""
         polys = [poly for term in self.exps for poly in (term.scale, term.shift)]
         polys += [self.e, self.f] if self.is_affine and not self.is_row else []
+        polys += self.beside or ()
         return {atom for poly in polys for atom in poly.atoms()}
 
     def atoms(self) -> set[Node]:

@@ -38,9 +38,9 @@ RULES: dict[Target, Rule] = {
     aten.sub.Scalar: pointwise.plus(-1.0),  # W - k r
     aten.rsub.Scalar: pointwise.rsub,  # r - k W
     aten.rsub.Tensor: pointwise.rsub,  # U - k W
-    aten.mul.Tensor: pointwise.mul,  # r W; exp(y - c) (e + f x); exp exp = exp of the sum; [v == i] W = [v == i] W[i]
+    aten.mul.Tensor: pointwise.mul,  # r W; exp(y - c) (e + f x); [v == i] W = [v == i] W[i]
     aten.mul.Scalar: pointwise.mul,  # r W
-    aten.div.Tensor: pointwise.div,  # W / r; W / (exp(y - c) a) = W exp(c - y) / a
+    aten.div.Tensor: pointwise.div,  # W / r; W / (exp(y - c) a) = W exp(c - y) / a, or without either exponential
     aten.div.Scalar: pointwise.div,  # W / r
     prims.fma.default: pointwise.fma,  # W U + Z
     aten.pow.Tensor_Scalar: pointwise.power,  # W^1, W^2 = W W
@@ -55,6 +55,7 @@ RULES: dict[Target, Rule] = {
     aten.ge.Scalar: guards.compare(guards.at_least),  # x >= finfo.min
     aten.eq.Tensor: Starts(guards.equals),  # [v == index]
     aten.isnan.default: guards.isnan,
+    aten.isinf.default: guards.isinf,  # log p == -inf
     aten.logical_not.default: guards.invert,
     aten.bitwise_not.default: guards.invert,
     aten.where.self: guards.where,  # m W + (1 - m) U over rows; W + [v == i] (U[i] - W[i]); the guarded limit

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, is_infinite, scaled
+from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_everywhere, scaled
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
@@ -87,6 +87,23 @@ def _lowest(node: Node, form: Form) -> float:
 
 def isnan(c: Context, node: Node, operand: Operand) -> Result:
     return Mask(Guard.NAN, as_form(operand))
+
+
+def isinf(c: Context, node: Node, operand: Operand) -> Result:
+    """Of log-probs: -inf, since in a row with +inf all of them are NaN."""
+    form = as_form(operand)
+    only_everywhere(form)
+    if not _is_log_probs(c, form):
+        raise Refused("infinite elements of another value than log-probs are asked for")
+    return Mask(Guard.MINUS_INF, form)
+
+
+def _is_log_probs(c: Context, form: Form) -> bool:
+    factor = form.f.as_number()
+    if not form.is_affine or factor is None or factor <= 0 or not c.statistics.shifts(form):
+        return False
+    stats = c.stats(form, form.f)
+    return form.e == -(stats.max + stats.log_sum)
 
 
 def invert(c: Context, node: Node, operand: Operand) -> Result:
@@ -170,6 +187,12 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
             return _beside_guarded_rows(c, mask, right)
         raise Refused(f"where {mask.guard.value}, another value is put to zero")
+    softmax = _zero_softmax(c, mask)
+    put = constant is not None and math.isfinite(constant) and right.x in (None, mask.form.x)
+    # what log-probs of -inf are replaced in is a value of its own, of which a softmax may be taken
+    known = softmax is not None and right.beside in (None, softmax)
+    if put and known and (mask.guard is Guard.NULL or right.f.is_zero):
+        return right.with_(x=mask.form.x, beside=softmax)
     raise Refused(f"a mask chooses between two values: {mask.guard.value}")
 
 
@@ -199,6 +222,17 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
     # with a factor of at most 1, nothing but -inf is -inf
     both = scale is not None and factor is not None and scale > 0 and 0 < factor <= 1
     return both and form.e.is_zero
+
+
+def _zero_softmax(c: Context, mask: Mask) -> tuple[Poly, Poly] | None:
+    """Scale and shift of the softmax that is zero where the mask holds."""
+    form = mask.form
+    if mask.guard is Guard.NULL and len(form.exps) == 1:
+        (term,) = form.exps
+        plain = term.b.is_zero and c.rows.is_positive(term.a)
+        return (term.scale, term.shift) if plain else None
+    known = mask.guard is Guard.MINUS_INF and _is_log_probs(c, form)
+    return (form.f, -form.e) if known else None
 
 
 def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_unclamped, product, scaled
+from fx_passes.algebra.arithmetic import (
+    Refused,
+    add,
+    is_infinite,
+    only_everywhere,
+    product,
+    quotient,
+    scaled,
+)
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
@@ -253,10 +261,10 @@ def div(
         raise Refused("a division that rounds, or by a full-vocabulary value")
     if isinstance(divisor, Form):
         form, divided = pair(c, node, left, divisor)
-        return _kept(c, node, times(c, form, _reciprocal(c, divided)), form, divided)
+        return _kept(c, node, _over(c, form, divided), form, divided)
     by = c.operand(divisor, left)
-    quotient = normal(c, scaled(left, _inverse(c, _limited(c, by, left), left)))
-    return _kept(c, node, quotient, left, Form(left.shape, left.vdim, e=by))
+    result = normal(c, scaled(left, _inverse(c, _limited(c, by, left), left)))
+    return _kept(c, node, result, left, Form(left.shape, left.vdim, e=by))
 
 
 def _limited(c: Context, by: Poly, form: Form) -> Poly:
@@ -293,17 +301,28 @@ def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     return inverse
 
 
+def _over(c: Context, form: Form, divisor: Form) -> Form:
+    same = quotient(form, divisor)
+    if same is None:
+        return times(c, form, _reciprocal(c, divisor))
+    _check_unmasked(c, divisor)
+    return same
+
+
+def _check_unmasked(c: Context, divisor: Form) -> None:
+    """In a row where its factor is zero a divisor is, too, whatever the exponential is there."""
+    if not c.rows.is_positive(divisor.exps[0].a):
+        raise Refused("a division by a softmax that may be masked")
+
+
 def _reciprocal(c: Context, form: Form) -> Form:
     """1 / W where W is a row scalar or one pure exponential: exp(-(y - c)) / a."""
     if form.is_row:
         return form.with_(e=_inverse(c, form.e, form))
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
         raise Refused("a division by a full-vocabulary value")
+    _check_unmasked(c, form)
     (term,) = form.exps
-    if not c.rows.is_positive(
-        term.a
-    ):  # in a row where it is zero, so is W, whatever the exponential is there
-        raise Refused("a division by a softmax that may be masked")
     return form.with_(exps=(Exp(-term.scale, -term.shift, _inverse(c, term.a, form)),))
 
 
@@ -317,7 +336,7 @@ def exp(c: Context, node: Node, operand: Operand) -> Result:
     if not form.is_affine:
         raise Refused("exp of a value that is not linear in the logits")
     if form.clamped and not _vanishes_at_lowest(c, form):
-        only_unclamped(form)
+        only_everywhere(form)
     return form.with_(exps=(_exponential(c, form, ONE),), e=ZERO, f=ZERO, clamped=False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_known, only_unclamped, scaled
+from fx_passes.algebra.arithmetic import Refused, only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, same, shape_of
@@ -107,7 +107,7 @@ def _then_rows(
 def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
     """sum_v W: exponentials by their statistics, the affine part by the total, columns by their weights."""
     only_known(form)
-    only_unclamped(form)
+    only_everywhere(form)
     total, label = ZERO, "row value"
     for term in form.exps:
         total += _exp_sum(c, form, term)
@@ -207,7 +207,7 @@ def _maximum(c: Context, form: Form, dims: Operand) -> Poly:
         raise Refused("a maximum over other dimensions than the vocabulary")
     if not form.is_affine or form.f.is_zero:
         raise Refused("a maximum of a value that is not linear in the logits")
-    only_unclamped(form)
+    only_everywhere(form)
     stats = c.stats(form, form.f)
     maximum = stats.max + form.e
     if not set(stats.peak.atoms()) <= set(maximum.atoms()):  # -inf - -inf is NaN
@@ -224,6 +224,7 @@ def _argmax(c: Context, form: Form, keepdim: bool) -> Node:
         )
     if not all(map(c.statistics.is_one, form.e.atoms())):
         raise Refused("the place of a maximum of logits that a number per row is added to")
+    only_everywhere(form)
     assert form.x is not None
     call, shifted = c.emitter.call, bool(form.e.atoms())
     place = call(aten.argmax.default, form.x, form.vdim, keepdim or shifted)

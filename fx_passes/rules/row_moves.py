@@ -63,6 +63,7 @@ def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: M
             for t in form.hots
         ),
         clamped=form.clamped,
+        beside=form.beside and (poly(form.beside[0]), poly(form.beside[1])),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclamped, scaled
+from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, same, same_shape, shape_of
@@ -159,7 +159,7 @@ class _Embedding:
 
     def __init__(self, c: Context, form: Form, parent: Form, back: Callable[[Node], Node]) -> None:
         only_known(form)
-        only_unclamped(form)
+        only_everywhere(form)
         self.c, self.inner, self.parent, self.back = c, form, parent, back
 
     def form(self, extent: Extent | None) -> Form:

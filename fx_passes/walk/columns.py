@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_known, only_unclamped
+from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_known
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
@@ -35,7 +35,7 @@ def index_node(c: Context, index: tuple[Node, ...]) -> Node:
 def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     """W at one column (or K columns) per row."""
     only_known(form)
-    only_unclamped(form)
+    only_everywhere(form)
     dtype, chosen = dtype_of(form), index_node(c, index)
     taken, result = ZERO, ZERO
     left = softmax_left(c, form) if form.f.is_zero else None

@@ -279,11 +279,12 @@ class Walk:
         form = self.context.values.get(copied)  # type: ignore[arg-type]
         if not (isinstance(form, Form) and form.x is into and is_backward(copy)) or copy.users:
             return False
+        linear = form.is_affine and not form.clamped and form.beside is None
         if form.is_identity:
             self.account.unchanged.append(copy)
-        elif form.is_affine and value(into).dtype == value(copied).dtype:
+        elif linear and value(into).dtype == value(copied).dtype:
             self._leave(copied, form)  # type: ignore[arg-type]
-        return form.is_affine
+        return linear
 
     def _keep_operands(self, node: Node) -> None:
         for arg in node.all_input_nodes:
@@ -310,7 +311,9 @@ class Walk:
 
         What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
         """
-        if not form.is_affine or form.f.is_zero or form.clamped or node in self.account.returned:
+        if not form.is_affine or form.f.is_zero or node in self.account.returned:
+            return False
+        if form.clamped or form.beside is not None:
             return False
         rows, values = self.context.rows, self.context.values
         waiting, seen = [node], {node}
@@ -366,4 +369,5 @@ def _check_shape(node: Node, form: Form) -> None:
 def _is_computed(form: Form, node: Node) -> bool:
     """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
     vanishes = form.is_zero and form.x is not None
-    return node.target not in WHOLE_VIEWS and (bool(form.exps) or vanishes)
+    known = form.beside is None and (bool(form.exps) or vanishes)
+    return node.target not in WHOLE_VIEWS and known

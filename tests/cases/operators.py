@@ -229,6 +229,15 @@ def binary(target: Any) -> Case:
     return case
 
 
+def divided(m: Making) -> Node:
+    """By what it is a product of, too: the derivative of a logarithm."""
+    if not m.rarely():
+        return binary(aten.div.Tensor)(m)
+    weights = m.call(aten.exp.default, m.one(m.wide, lambda: log_softmax(m))())
+    factor = m.one(lambda: m.row(weights), lambda: m.wides[0])()
+    return m.call(aten.div.Tensor, m.call(aten.mul.Tensor, weights, factor), weights)
+
+
 def with_number(target: Any, *numbers: Any) -> Case:
     return lambda m: m.call(target, m.wide(), m.one(*(numbers or NUMBERS)))
 
@@ -273,6 +282,10 @@ def compare(target: Any) -> Case:
         return m.call(target, x, number)
 
     return case
+
+
+def infinite(m: Making) -> Node:
+    return m.call(aten.isinf.default, log_softmax(m) if m.one(True, False) else m.wide())
 
 
 def columns_equal(m: Making, beside: Node | None = None) -> Node:
@@ -696,7 +709,7 @@ CASES: dict[Any, Case] = {
     aten.rsub.Tensor: binary(aten.rsub.Tensor),
     aten.mul.Tensor: product,
     aten.mul.Scalar: with_number(aten.mul.Scalar),
-    aten.div.Tensor: binary(aten.div.Tensor),
+    aten.div.Tensor: divided,
     aten.div.Scalar: with_number(aten.div.Scalar, 2.0, -1.0, 0.5, 3),
     prims.fma.default: fma,
     aten.pow.Tensor_Scalar: with_number(aten.pow.Tensor_Scalar, 1, 2, 2.0, 3, 0.5, 0),
@@ -710,6 +723,7 @@ CASES: dict[Any, Case] = {
     aten.ge.Scalar: compare(aten.ge.Scalar),
     aten.eq.Tensor: equals,
     aten.isnan.default: unary(aten.isnan.default),
+    aten.isinf.default: infinite,
     aten.logical_not.default: inverted(aten.logical_not.default),
     aten.bitwise_not.default: inverted(aten.bitwise_not.default),
     aten.where.self: where,

@@ -104,6 +104,8 @@ RIGHT: dict[str, Program] = {
     "NaN where another value is": program("torch.where(y.isnan(), math.nan, x.softmax(-1)).sum(-1), y.logsumexp(-1)", rows=("plain", "one NaN")),
     "zero where another softmax is": program("v0 = x.softmax(-1)", "torch.where(y.softmax(-1) == 0, 0, v0 * x.log_softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
     "one where the logits are -inf": program("torch.where(x == -math.inf, 1, x.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
+    "an exponential over another's": program("(x.exp() / y.exp() * x.exp()).sum(-1), (x[1:3].exp() / x[2:4].exp() * x[1:3].exp()).sum(-1)"),
+    "a softmax over another's": program("v0 = x.softmax(-1)", "(v0 / y.softmax(-1) * y).sum(-1), (v0[1:3] / v0[2:4] * w[:2, None]).sum(-1)"),
     "clamped, then compared": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "torch.where(v0 == -math.inf, 0, v0.softmax(-1)).sum(-1)", rows=("plain", "some -inf")),
     "clamped, then added": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 - x)[:, 3], x.logsumexp(-1)", rows=("plain", "some -inf")),
     "clamped, beside a softmax": program("v0 = x.clamp(min=torch.finfo(torch.float32).min)", "(v0 + x.softmax(-1)).sin().sum(-1), x.logsumexp(-1)", rows=("plain", "some -inf")),

@@ -665,6 +665,40 @@ def softmax_log(logits: Tensor, target: Tensor) -> Outputs:
     return (F.nll_loss(logits.softmax(-1).log(), target, reduction="none"),)
 
 
+@spelling("probability space")
+def entropy_of_probabilities(logits: Tensor) -> Outputs:
+    """The textbook's; its gradient divides a multiple of the softmax by the softmax."""
+    probs = logits.softmax(-1)
+    return (-(probs * probs.log()).sum(-1),)
+
+
+@spelling("probability space")
+def entropy_where_probable(logits: Tensor) -> Outputs:
+    probs = logits.softmax(-1)
+    return (-torch.where(probs > 0, probs * probs.log(), 0.0).sum(-1),)
+
+
+@spelling("probability space")
+def entropy_of_safe_logarithms(logits: Tensor, row_temperature: Tensor) -> Outputs:
+    probs = (logits / row_temperature[:, None]).softmax(-1)
+    logs = torch.where(probs > 0, probs.log(), 0.0)
+    return (-(probs * logs).sum(-1),)
+
+
+@spelling("probability space")
+def entropy_without_infinities(logits: Tensor) -> Outputs:
+    log_probs = logits.log_softmax(-1)
+    summands = (log_probs.exp() * log_probs).masked_fill(log_probs.isinf(), 0.0)
+    return (-summands.sum(-1),)
+
+
+@spelling("probability space")
+def probability_and_its_entropy(logits: Tensor, target: Tensor) -> Outputs:
+    """Both gradients meet before the softmax's: that of a column and that of a logarithm."""
+    probs = logits.softmax(-1)
+    return pick(probs, target).log(), -(probs * probs.log()).sum(-1)
+
+
 # ---------------------------------------------------------------- Categorical
 
 

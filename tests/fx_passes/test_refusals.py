@@ -140,6 +140,17 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.amax.default, low, [-1])
 
 
+@refused("a value that is another where a softmax is zero meets more than that softmax")
+def _(s: Scratch, x: Node) -> None:
+    itself = s.call(aten.div.Tensor, weighted(s, x), exponential(s, x))
+    s.call(aten.amax.default, itself, [-1])
+
+
+@refused("infinite elements of another value than log-probs are asked for")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.isinf.default, x)
+
+
 # ---------------------------------------------------------------- pointwise
 
 short(

@@ -170,6 +170,14 @@ def _exponential(term: Exp, x: Tensor, row: Callable[[Poly], Tensor]) -> tuple[T
     return torch.where(absent, 0.0, weighted), certain
 
 
+def is_zero_softmax(form: Form, values: Values, zero_outside: Container[Node] = ()) -> Tensor:
+    """Where the softmax is zero beside which the form is known, if there is one."""
+    if form.beside is None or form.x is None:
+        return torch.zeros((), dtype=torch.bool)
+    scale, shift = (dense_poly(poly, values, zero_outside)[0] for poly in form.beside)
+    return (scale * values[form.x].double() - shift).exp() == 0
+
+
 def _columns(hot: OneHot, form: Form, values: Values, zero_outside: Container[Node]) -> Tensor:
     """sum_k weight_k * [v == index_k]"""
     index = torch.zeros((), dtype=torch.int64)

@@ -34,7 +34,7 @@ FULL: dict[str, tuple[str, ...]] = {
         "F.logsigmoid({f})", "F.softplus({f})", "{f}.square()", "{f} ** 2", "{f} ** 0.5", "{f}.abs().sqrt()", "{f}.reciprocal()",
         "{f}.abs()", "F.relu({f})", "torch.xlogy({f}, {f})", "torch.special.entr({f})", "torch.logaddexp({f}, {g})",
         "torch.minimum({f}, {g})", "torch.maximum({f}, {r})", "{f}.sinh()", "torch.pow(2.0, {f})", "{f}.sign()",
-        "{f}.rsqrt()", "{f}.exp2()", "F.gelu({f})", "torch.cos({f})", "{f}.log2()",
+        "{f}.rsqrt()", "{f}.exp2()", "F.gelu({f})", "torch.cos({f})", "{f}.log2()", "{f}.softmax(-1) * {g} / {f}.softmax(-1)",
     ),
     "softmaxes": (
         "{f}.log_softmax(-1)", "{f}.softmax(-1)", "F.log_softmax({f}, -1, dtype=torch.float32)", "{f}.log_softmax(-1).exp()",
@@ -55,7 +55,8 @@ FULL: dict[str, tuple[str, ...]] = {
         "torch.where({f} > torch.finfo(torch.float16).min, {f}, 0)", "torch.where({m}, -math.inf, {f})", "{f}.nan_to_num()",
         "{f}.nan_to_num(neginf=-1e4)", "torch.where({f}.isfinite(), {f}, 0)", "{f}.masked_fill({m} & {k}[..., None], 1)",
         "torch.where({f} >= {f}.amax(-1, True), {f}, 0)", "torch.where({m}, {f}, {f}.detach())",
-        "torch.where({f} != 0, {g}, 0)", "torch.where({f} == {f}, {f}, 0)",
+        "torch.where({f} != 0, {g}, 0)", "torch.where({f} == {f}, {f}, 0)", "torch.where({f}.softmax(-1) > 0, {g}, 0.5)",
+        "({f}.log_softmax(-1) * {g}).masked_fill({f}.log_softmax(-1).isinf(), 0)",
     ),
     "clamps": (
         "{f}.clamp(min=-2)", "{f}.clamp(max=1)", "{f}.clamp(-1, 1)", "{f}.clamp(min=1e-8)", "{f}.clamp_min(-65504)",
@@ -158,6 +159,8 @@ SCALAR: dict[str, tuple[str, ...]] = {  # [*L]
         "({g}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)", "(torch.arange({f}.shape[-1]) == {i}[..., None]).sum(-1)",
         "torch.stack([a.logsumexp(-1) for a in {f}])", "{f}.logsumexp((-1,))", "{f}.median(-1).values", "{f}.count_nonzero(-1)",
         "({f}.softmax(-1) * {m}).sum(-1)", "({f}.softmax(-1) * {m}).sum(-1).log()", "{f}.softmax(-1).amax(-1)", "{f}.argmax(-1)",
+        "-({f}.softmax(-1) * {f}.softmax(-1).log()).sum(-1)", "(torch.where({f}.softmax(-1) > 0, {g}, 2) * {f}.softmax(-1)).sum(-1)",
+        "torch.where({f}.softmax(-1) > 0, {f}.softmax(-1) * {f}.softmax(-1).log(), 0).sum(-1)",
         "(-torch.xlogy({f}.softmax(-1), {f}.softmax(-1))).sum(-1)", "{f}.exp().sum(-1).sqrt()", "{f}.float().exp().sum(-1)",
         "torch.special.entr({f}.softmax(-1)).sum(-1)", "{f}.nansum(-1)", "torch.bmm({f}.view(-1, 1, {f}.shape[-1]), {g}.view(-1, {f}.shape[-1], 1)).view({s}.shape)",
     ),

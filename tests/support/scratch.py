@@ -30,7 +30,7 @@ from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
 from fx_passes.walk.walk import Walk
-from tests.support.dense import Values, dense, dense_mask, dense_poly
+from tests.support.dense import Values, dense, dense_mask, dense_poly, is_zero_softmax
 
 aten = torch.ops.aten
 
@@ -371,6 +371,8 @@ class Walked:
         if wrong.any():
             lost = self._divides_by_zero(node, values)
             wrong &= ~self._allowed(node, found, want, lost, draw)
+            if isinstance(said := self.said(node), Form):
+                wrong &= ~is_zero_softmax(said, values, self._zero)
             wrong &= ~(found.isnan() & self._of_rows_of_nan(node, values, want))
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
