@@ -291,7 +291,7 @@ short("a logical operator on a full-vocabulary value", aten.logical_not.default)
 
 @refused("a mask chooses between two values: the probability is zero")
 def _(s: Scratch, x: Node) -> None:
-    s.call(aten.where.self, zero_mask(s, x), number(s, 1.0), exponential(s, x))
+    s.call(aten.where.self, zero_mask(s, x), number(s, torch.inf), exponential(s, x))
 
 
 @refused("where the probability is zero, another value is put to zero")
