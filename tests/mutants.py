@@ -1338,6 +1338,46 @@ MUTANTS = [
             "    if rule is not None and not rule(node, found):",
         ),
         (
+            "samples of different values are one", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
+            'len(places) > 1 or len(signs) > 1',
+            'len(signs) > 1',
+        ),
+        (
+            "samples are joined in any order", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
+            'own = parts == [self._part_under(each.source) for each in found] and are_all(parts)',
+            'own = bool(parts)',
+        ),
+        (
+            "some samples are all", "linear/samples.py", "test_linear_in_forward.py wait or put_together",
+            '    return bool(parts) and at == parts[0].size',
+            '    return bool(parts)',
+        ),
+        (
+            "what is added and taken away is one", "linear/in_forward.py", "test_linear_in_forward.py put_together",
+            'len(places) > 1 or len(signs) > 1',
+            'len(places) > 1',
+        ),
+        (
+            "a sample meets another", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
+            '        if any(part != found[0][0] or not same(rows, found[0][1]) for part, rows in found):',
+            '        if False:',
+        ),
+        (
+            "a sample meets what is not one of it", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
+            'of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)',
+            'of_others = False',
+        ),
+        (
+            "rows are expanded over other rows", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
+            '            if step == "expand" and ranks != (len(shape_of(node)), len(rest)):',
+            '            if False:',
+        ),
+        (
+            "columns of some samples are those of all", "linear/rewrite.py", "test_linear_in_forward.py of_some_samples",
+            '        found += [nodes] if are_all(parts) else',
+            '        found += [nodes] if True else',
+        ),
+        (
             "two outputs are one loss", "linear/in_forward.py", "test_linear_in_forward.py wait",
             "    if len(reached) != 1 or shape_of(reached[0]):",
             "    if not reached:",

@@ -90,6 +90,14 @@ def under(node: Node, targets: Container[Target]) -> Node:
     return node
 
 
+def is_zero(node: Node) -> bool:
+    """A constant 0, under views."""
+    node = under(node, RESHAPES | SAME_VALUE | {aten.expand.default})
+    if node.target is aten.full.default:
+        return bool(node.args[1] == 0)
+    return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)
+
+
 def is_elementwise(node: Node) -> bool:
     """Each element of the result is computed from the elements at its place, views and copies aside."""
     tags = getattr(node.target, "tags", ())

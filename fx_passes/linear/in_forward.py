@@ -34,10 +34,11 @@ from torch.fx import Node
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
-from fx_passes.graph.operators import CASTS, RESHAPES, TURNS, WRITES
+from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, TURNS, WRITES, is_zero
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.slices import takes_all
 from fx_passes.graph.user_lines import source_of
+from fx_passes.linear.samples import Part, Written, are_all, part_of, written_home
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -45,7 +46,7 @@ prims = torch.ops.prims
 _ZERO, _PLAIN, _MULTIPLE = "zero", "plain", "multiple"
 """A constant 0; independent of backward's number; a multiple of it. 0 is either."""
 
-_SAME = RESHAPES | {aten.alias.default, aten.detach.default, aten.clone.default}
+_SAME = RESHAPES | SAME_VALUE
 
 
 class NotInForward(Exception):
@@ -122,6 +123,8 @@ class _Builder:
         self.inputs: list[Node] = []
         self._places: dict[Node, int] = {}
         self._degrees: list[str] = []
+        self._steps: dict[str, int] = {}
+        self._parts: dict[Node, tuple[Part, Any]] = {}
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -152,15 +155,23 @@ class _Builder:
         return self._places[node]
 
     def _add(self, step: list[Any], degree: str) -> int:
-        self.values.append(step)
-        self._degrees.append(degree)
-        return len(self.values) - 1
+        key = json.dumps([step, degree])
+        if key not in self._steps:
+            self._steps[key] = len(self.values)
+            self.values.append(step)
+            self._degrees.append(degree)
+        return self._steps[key]
 
     def _placed(self, node: Node) -> int:
         if node in self.stats:
             return self._add(["stat", *self.stats[node]], _PLAIN)
         if node in self.picks:
+            wide: Node = node.args[0]  # type: ignore[assignment]
+            if self._is_part(wide):
+                self._mark(node, wide)
             return self._add(["pick", *self.picks[node]], _PLAIN)
+        if self._is_part(node):
+            return self._taken(node)
         if node not in self.moving:
             return self._input(node, node)
         if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
@@ -175,7 +186,7 @@ class _Builder:
             return self._add(["whole", self._input_number(node)], degree)
         rest = self._rest(node)
         if rest is None:
-            if self._rest(like) is None:
+            if self._rest(like) is None or like in self._parts:
                 raise NotInForward(f"a coefficient depends on other rows: {_line(like)}")
             node = self.emit.expand(
                 self.emit.align(node, len(shape_of(like))), self.emit.sizes(like)
@@ -187,9 +198,11 @@ class _Builder:
         return self._add(["row", self._input_number(flat)], degree)
 
     def _input_number(self, node: Node) -> int:
-        if node not in self.inputs:
-            self.inputs.append(node)
-        return self.inputs.index(node)
+        for at, known in enumerate(self.inputs):
+            if node is known or _is_same_constant(node, known):
+                return at
+        self.inputs.append(node)
+        return len(self.inputs) - 1
 
     def _row_count(self) -> Any:
         return self.rows if isinstance(self.rows, int) else self.emit.size_of(self.rows.node.expr)
@@ -198,9 +211,10 @@ class _Builder:
         """Sizes after those of the rows; None where `node` is not a value per row."""
         count: Any = 1
         shape = shape_of(node)
+        _, rows = self._parts.get(node, (None, self.rows))
         for at, size in enumerate(shape):
             count = count * size
-            if same(count, self.rows):
+            if same(count, rows):
                 return shape[at + 1 :]
         return None
 
@@ -210,9 +224,88 @@ class _Builder:
             raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
         return list(rest)
 
+    # -- parts of the rows -----------------------------------------------------------------------
+    #
+    # What is computed of a part of the rows is computed of all of them: row by row it is the same. Put together again,
+    # the parts have to be the same value.
+
+    def _is_part(self, node: Node) -> bool:
+        part, whole = part_of(node), node.args[0] if node.args else None
+        if part is None or not isinstance(whole, Node) or whole in self._parts:
+            return False
+        rest = self._rest(whole)
+        return rest is not None and len(shape_of(whole)) - len(rest) > part.dropped
+
+    def _taken(self, node: Node) -> int:
+        whole: Node = node.args[0]  # type: ignore[assignment]
+        at = self.place(whole)
+        if whole in self._parts:
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        self._mark(node, node)
+        return at
+
+    def _mark(self, node: Node, view: Node) -> None:
+        """`node` has the rows of `view`, which is a part."""
+        whole, part = view.args[0], part_of(view)
+        assert isinstance(whole, Node), view
+        assert part is not None, view
+        shape, rest = shape_of(whole), self._rest(whole)
+        assert rest is not None, view
+        count: Any = part.stop - part.start
+        for size in shape[1 : len(shape) - len(rest)]:
+            count = count * size
+        self._parts[node] = part, count
+
+    def _note_part(self, node: Node) -> None:
+        """What is computed of a part is of that part."""
+        found = []
+        for arg in node.all_input_nodes:
+            if isinstance(value(arg), torch.Tensor) and (arg in self.moving or self._is_part(arg)):
+                self.place(arg)
+                found += [self._parts[arg]] if arg in self._parts else []
+        if any(part != found[0][0] or not same(rows, found[0][1]) for part, rows in found):
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        if found:
+            self._parts[node] = found[0]
+
+    def _put_together(self, node: Node) -> int | None:
+        """The place of the value whose parts are joined, or written into zeros and added; None for anything else."""
+        found = written_home(node) or self._joined_parts(node)
+        if not found:
+            return None
+        places = {self.place(each.source) for each in found}
+        signs = {each.sign for each in found}
+        parts = [each.part for each in found]
+        own = parts == [self._part_under(each.source) for each in found] and are_all(parts)
+        rests = [self._rest(each) for each in (node, *(each.source for each in found))]
+        if not own or len(places) > 1 or len(signs) > 1 or any(rest != rests[0] for rest in rests):
+            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        at = places.pop()
+        if signs == {1}:
+            return at
+        step = ["call", str(aten.neg.default), [{"value": at}], {}]
+        return self._add(step, self._degrees[at])
+
+    def _joined_parts(self, node: Node) -> list[Written]:
+        sources: Any = node.args[0] if node.target is aten.cat.default else []
+        dim: Any = node.args[1] if len(node.args) > 1 else 0
+        if not sources or dim % len(shape_of(node)):
+            return []
+        parts = [(source, self._part_under(source)) for source in sources]
+        return [Written(source, part, 1) for source, part in parts if part is not None]
+
+    def _part_under(self, node: Node) -> Part | None:
+        if node in self.moving or self._is_part(node):
+            self.place(node)
+        return self._parts.get(node, (None, None))[0]
+
     # -- operators -------------------------------------------------------------------------------
 
     def _called(self, node: Node) -> int:
+        together = self._put_together(node)
+        if together is not None:
+            return together
+        self._note_part(node)
         target, first = node.target, node.args[0]
         if target in _SAME or target is aten.expand.default:
             assert isinstance(first, Node), node
@@ -234,13 +327,13 @@ class _Builder:
         if not shape_of(node) and not shape_of(first):
             return at
         step = "expand" if node.target is aten.expand.default else "rows"
-        if step == "rows":
-            self._fixed_rest(first)
-        elif shape_of(first) and len(shape_of(first)) != len(shape_of(node)):
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
-        elif shape_of(first):
-            self._fixed_rest(first)
-        return self._add([step, at, self._fixed_rest(node)], self._degrees[at])
+        rest = self._fixed_rest(node)
+        if step == "rows" or shape_of(first):
+            before = self._fixed_rest(first)
+            ranks = len(shape_of(first)), len(before)
+            if step == "expand" and ranks != (len(shape_of(node)), len(rest)):
+                raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+        return self._add([step, at, rest], self._degrees[at])
 
     def _joined(self, node: Node) -> int:
         parts: Any = node.args[0]
@@ -302,7 +395,8 @@ class _Builder:
             and value(arg).dtype != value(node).dtype
         ):
             raise NotInForward(f"an operand of {_line(node)} has another dtype than its result")
-        if not shape_of(node):
+        of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)
+        if not shape_of(node) or of_others:
             raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
         kept = self._fixed_rest(node)
         if arg not in self.moving and not joined:
@@ -327,7 +421,7 @@ class _Builder:
     def _degree_of(self, arg: Any) -> str:
         if not isinstance(arg, Node):
             return _ZERO if isinstance(arg, int | float) and arg == 0 else _PLAIN
-        if _is_zero(arg):
+        if is_zero(arg):
             return _ZERO
         of_logits = arg in self.moving or arg in self.stats or arg in self.picks
         return self._degree(arg) if of_logits else self.units.degree(arg)
@@ -360,7 +454,7 @@ class _Units:
         if not isinstance(node, Node):
             return _ZERO if isinstance(node, int | float) and node == 0 else _PLAIN
         if node not in self.moving:
-            return _ZERO if _is_zero(node) else _PLAIN
+            return _ZERO if is_zero(node) else _PLAIN
         if node not in self._degrees:
             self._degrees[node] = self._found(node)
         return self._degrees[node]
@@ -465,17 +559,11 @@ def _zero_result(target: Any, found: Sequence[str]) -> bool:
     return target is aten.neg.default
 
 
-def _is_zero(node: Node) -> bool:
-    """A constant 0, under views."""
-    while node.op == "call_function" and (
-        node.target in _SAME or node.target is aten.expand.default
-    ):
-        node = node.args[0]  # type: ignore[assignment]
-    if node.op != "call_function":
-        return False
-    if node.target is aten.full.default:
-        return bool(node.args[1] == 0)
-    return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)
+def _is_same_constant(one: Node, other: Node) -> bool:
+    made = one.op == other.op == "call_function" and one.target is other.target
+    plain = made and one.target in (aten.scalar_tensor.default, aten.full.default)
+    same_args = plain and not one.all_input_nodes and one.args == other.args
+    return same_args and one.kwargs == other.kwargs
 
 
 def _is_one_element(node: Node) -> bool:

@@ -22,6 +22,7 @@ from fx_passes.linear.gradients import Products
 from fx_passes.linear.head import Head, Refused
 from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward
 from fx_passes.linear.readers import Readers, Rows, origin_of
+from fx_passes.linear.samples import are_all, part_of
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
@@ -37,12 +38,18 @@ class _Group:
 
 
 @dataclass
-class _Picks:
-    """Columns that one operator takes along, [N, M] in all, and who gets which of them."""
+class _Columns:
+    """Columns that one operator takes along, and who gets them.
 
-    index: list[Node] = field(default_factory=list)
-    taken: list[tuple[Node, Callable[[Node], Node]]] = field(default_factory=list)
-    of_all_rows: set[Node] = field(default_factory=set)
+    Attributes:
+        index: [N, M]
+        taken: gathers, each with what makes it of what was taken, [N, M].
+        of_all_rows: each gather's rows are all rows, or a part of them that nobody else writes over.
+    """
+
+    index: Node
+    taken: list[tuple[Node, Callable[[Node], Node]]]
+    of_all_rows: bool
 
 
 @dataclass
@@ -52,11 +59,11 @@ class _Wanted:
     hidden: Node
     statistics: list[tuple[Node | None, float]]
     places: dict[Node, int]
-    picks: _Picks
+    picks: list[_Columns]
 
     @property
     def nodes(self) -> list[Node]:
-        return [*self.places, *(node for node, _ in self.picks.taken)]
+        return [*self.places, *(node for columns in self.picks for node, _ in columns.taken)]
 
     def read(self, name: str) -> list[bool]:
         """For each scale whether the statistic `name` is read."""
@@ -80,12 +87,12 @@ class _Wanted:
             NotInForward: their number is symbolic.
         """
         found, start = {}, 0
-        for (node, _), index in zip(self.picks.taken, self.picks.index, strict=True):
-            count = shape_of(index)[1]
+        for columns in self.picks:
+            count = shape_of(columns.index)[1]
             if not isinstance(count, int):
                 raise NotInForward("the number of columns that are picked is symbolic")
-            if node in self.picks.of_all_rows:
-                found[node] = (start, start + count)
+            if columns.of_all_rows:
+                found.update(dict.fromkeys((n for n, _ in columns.taken), (start, start + count)))
             start += count
         return found
 
@@ -195,7 +202,7 @@ class Rewrite:
         scales = [scale for scale, _ in wanted.statistics]
         factors = [factor for _, factor in wanted.statistics]
         means, totals = wanted.read("mean"), wanted.read("total")
-        index = self._joined(wanted.picks.index, wanted.hidden)
+        index = self._joined([columns.index for columns in wanted.picks], wanted.hidden)
         return wanted.hidden, self.weight, self.bias, scales, factors, means, totals, index
 
     def _emit_stats(self, wanted: _Wanted) -> None:
@@ -265,20 +272,28 @@ class Rewrite:
                 self._put(user, self.emit.reshape(found, lead))
         self._replace_picks(wanted.picks, made)
 
-    def _columns(self, group: _Group) -> _Picks:
-        found = _Picks()
-        for node in group.picks:
-            wide, _, index = node.args[:3]
-            assert isinstance(wide, Node), node
-            assert isinstance(index, Node), node
-            if origin_of(wide) is group.origin:
-                found.index.append(self._flat(index, 1))
-                found.taken.append((node, lambda taken, node=node: self._as_rows(taken, node)))  # type: ignore[misc]
-                found.of_all_rows.add(node)
-            else:
-                found.index.append(self._flat(self.rows.undo(wide, index), 1))
-                found.taken.append((node, lambda taken, wide=wide: self._moved(taken, wide)))  # type: ignore[misc]
+    def _columns(self, group: _Group) -> list[_Columns]:
+        found = []
+        for nodes in _sets_of_parts(group):
+            moves = [(node, self._move_of(node, group)) for node in nodes]
+            flat = [self._flat(self._index_of(node, group, len(nodes) > 1), 1) for node in nodes]
+            index = flat[0] if len(flat) == 1 else self.emit.call(aten.cat.default, flat, 0)
+            of_all = len(nodes) > 1 or origin_of(nodes[0].args[0]) is group.origin  # type: ignore[arg-type]
+            found.append(_Columns(index, moves, of_all))
         return found
+
+    def _index_of(self, node: Node, group: _Group, one_of_several: bool) -> Node:
+        wide, _, index = node.args[:3]
+        assert isinstance(wide, Node), node
+        assert isinstance(index, Node), node
+        own = one_of_several or origin_of(wide) is group.origin
+        return index if own else self.rows.undo(wide, index)
+
+    def _move_of(self, node: Node, group: _Group) -> Callable[[Node], Node]:
+        wide: Node = node.args[0]  # type: ignore[assignment]
+        if origin_of(wide) is group.origin:
+            return lambda taken: self._as_rows(taken, node)
+        return lambda taken: self._moved(taken, wide)
 
     def _as_rows(self, taken: Node, node: Node) -> Node:
         return self.emit.reshape(taken, self.emit.sizes(node))
@@ -293,18 +308,19 @@ class Rewrite:
             return self.emit.full([self.emit.size(hidden, 0), 0], 0, torch.int64, hidden)
         return index[0] if len(index) == 1 else self.emit.call(aten.cat.default, index, 1)
 
-    def _replace_picks(self, picks: _Picks, made: Node) -> None:
-        if not picks.index:
+    def _replace_picks(self, picks: list[_Columns], made: Node) -> None:
+        if not picks:
             return
         taken = self.emit.call(operator.getitem, made, 1)
         start: Any = 0
-        for (node, move), index in zip(picks.taken, picks.index, strict=True):
+        for columns in picks:
             part = taken
-            if len(picks.index) > 1:
-                stop = self._plus(start, self.emit.size(index, 1))
+            if len(picks) > 1:
+                stop = self._plus(start, self.emit.size(columns.index, 1))
                 part = self.emit.call(aten.slice.Tensor, taken, 1, start, stop)
                 start = stop
-            self._put(node, move(part))
+            for node, move in columns.taken:
+                self._put(node, move(part))
 
     def _plus(self, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
@@ -394,3 +410,23 @@ class Rewrite:
                 del node.meta[TAG]
         for old, new in self.replacements.items():
             old.replace_all_uses_with(new)
+
+
+def _sets_of_parts(group: _Group) -> list[list[Node]]:
+    """The gathers, those together that are of the parts of all rows: a loop over samples, with one column each."""
+    found: list[list[Node]] = []
+    by_whole: dict[tuple[Node, Any], list[Node]] = {}
+    for node in group.picks:
+        wide, _, index = node.args[:3]
+        assert isinstance(wide, Node), node
+        part = part_of(wide)
+        columns = shape_of(index)[-1]
+        of_all = part is not None and origin_of(wide.args[0]) is group.origin  # type: ignore[arg-type]
+        if of_all and isinstance(columns, int):
+            by_whole.setdefault((wide.args[0], columns), []).append(node)  # type: ignore[arg-type]
+        else:
+            found.append([node])
+    for nodes in by_whole.values():
+        parts = [part_of(node.args[0]) for node in nodes]  # type: ignore[arg-type]
+        found += [nodes] if are_all(parts) else [[node] for node in nodes]  # type: ignore[arg-type]
+    return found

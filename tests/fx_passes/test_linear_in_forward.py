@@ -130,6 +130,38 @@ def ratio_times_advantages_of_sequences(
     return ((each * mask).sum() / mask.sum().clamp(min=1),)
 
 
+def policy_sample_by_sample(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor, mask: Tensor
+) -> Outputs:
+    """TRL's, verl's and OpenRLHF's log-probs: one logsumexp for each sample, to save memory."""
+    logits = hidden @ weight.t()
+    normalisers = torch.stack([sample.logsumexp(-1) for sample in logits])
+    log_probs = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - normalisers
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    each = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return ((each * mask).sum() / mask.sum(),)
+
+
+def log_probs_sample_by_sample(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor
+) -> Outputs:
+    """In half precision they take log-probs and the column of each sample."""
+    found = []
+    for sample, columns in zip(hidden @ weight.t(), target, strict=True):
+        log_p = F.log_softmax(sample, -1)
+        found.append(log_p.gather(-1, columns.unsqueeze(-1)).squeeze(-1))
+    return (-(torch.stack(found) * advantages).mean(),)
+
+
+def log_probs_in_two_parts(
+    hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor
+) -> Outputs:
+    logits = hidden @ weight.t()
+    parts = zip(logits.split(5), target.split(5), strict=True)
+    found = [part.log_softmax(-1).gather(-1, at[:, None])[:, 0] for part, at in parts]
+    return (-(torch.cat(found) * advantages).mean(),)
+
+
 CAN: list[tuple[Loss, str]] = [
     (cross_entropy, NV),
     (cross_entropy_summed, NV),
@@ -144,6 +176,9 @@ CAN: list[tuple[Loss, str]] = [
     (loss_of_sequences, "[B,S,V]"),
     (policy, "[B,S,V]"),
     (cross_entropy_of_some_rows, "[B,S,V]"),
+    (policy_sample_by_sample, "[B,S,V]"),
+    (log_probs_sample_by_sample, "[B,S,V]"),
+    (log_probs_in_two_parts, NV),
 ]
 HALF = (torch.float32, torch.bfloat16)
 
@@ -252,6 +287,63 @@ def _some_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return (log_probs.exp().mean(),)
 
 
+def _ranked(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    """Each row's place among all."""
+    log_probs, _ = values_of(hidden @ weight.t(), target)
+    known, count = log_probs.detach(), len(target)
+    place = (known.unsqueeze(0).expand(count, count) < known.unsqueeze(1)).sum(-1)
+    return ((place * log_probs).mean(),)
+
+
+Weights = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _weighted(weights: Weights) -> Loss:
+    """Log-probs times what is made of them: of two samples' [4], and of numbers [4, 2] that no logits are in."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        logits = (hidden.repeat(2, 1)[:8] @ weight.t()).view(2, 4, -1)
+        log_probs, _ = values_of(logits, target.repeat(2)[:8].view(2, 4))
+        given = weight[:8, 0].detach().view(4, 2)
+        return ((weights(*log_probs.detach(), given).exp() * log_probs).mean(),)
+
+    return loss
+
+
+def _home(sample: Tensor, at: int) -> Tensor:
+    return torch.zeros(2, 4).select_scatter(sample, 0, at)
+
+
+def _both_times(one: Tensor, other: Tensor, number: Tensor) -> Tensor:
+    return torch.stack([one * number, other * number])
+
+
+IN_ORDER: dict[str, Weights] = {
+    "stacked": lambda one, other, _: torch.stack([one.tanh(), other.tanh()]),
+    "joined": lambda one, other, _: torch.cat([one, other]).view(2, 4),
+    "written": lambda one, other, _: _home(one, 0) + _home(other, 1),
+    "taken away": lambda one, other, _: -_home(one, 0) - _home(other, 1),
+    "given number": lambda one, other, given: _both_times(one, other, given[0, 0]),
+}
+OTHERWISE: dict[str, Weights] = {
+    "turned": lambda one, other, _: torch.stack([other, one]),
+    "twice the same": lambda one, other, _: torch.stack([one, one]),
+    "differing": lambda one, other, _: torch.stack([one, other * 2]),
+    "of both": lambda one, other, _: torch.stack([one + other, other + one]),
+    "with another": lambda one, other, _: torch.stack([one, torch.zeros_like(one)]),
+    "only one": lambda one, other, _: _home(one, 0),
+    "written turned": lambda one, other, _: _home(one, 1) + _home(other, 0),
+    "written twice": lambda one, other, _: _home(one, 0) + _home(one, 0),
+    "added and taken away": lambda one, other, _: _home(one, 0) - _home(other, 1),
+    "pairs": lambda one, other, _: torch.stack(
+        [(each[:, None] - each).tanh().sum(-1) for each in (one, other)]
+    ),
+    "given numbers": lambda one, other, given: torch.stack(
+        [(each[:, None] + given).tanh().sum(-1) for each in (one, other)]
+    ),
+}
+
+
 def _changed(change: Callable[[Tensor], Tensor]) -> Loss:
     """A loss whose backward changes the gradients of the log-probs, [N, 1]."""
 
@@ -295,12 +387,33 @@ WAIT = [
     (_normalised, "a coefficient depends on other rows: aten."),
     (_checkpointed, "the program wants it made again in backward"),
     (_some_rows, "a coefficient depends on other rows: aten."),
+    (_ranked, "a coefficient depends on other rows: aten."),
 ]
 
 
 @pytest.mark.parametrize(("fn", "reason"), WAIT, ids=lambda each: getattr(each, "__name__", ""))
 def test_waits(fn: Loss, reason: str) -> None:
     waits(fn, reason)
+
+
+@pytest.mark.parametrize("weights", OTHERWISE.values(), ids=OTHERWISE)
+def test_samples_that_are_put_together_otherwise_wait(weights: Weights) -> None:
+    note = compared(_weighted(weights))
+    assert "a coefficient depends on other rows: aten." in note or "rows are broadcast" in note
+
+
+def test_columns_of_some_samples() -> None:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        logits = (hidden.repeat(2, 1)[:9] @ weight.t()).view(3, 3, -1)
+        first, last = (logits[at].gather(-1, target[:3, None]) for at in (0, 2))
+        return (logits.logsumexp(-1).mean() - first.mean() - last.exp().mean(),)
+
+    compared(loss)
+
+
+@pytest.mark.parametrize("weights", IN_ORDER.values(), ids=IN_ORDER)
+def test_samples_that_are_put_together(weights: Weights) -> None:
+    assert "taken in forward" in compared(_weighted(weights))
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -310,6 +423,13 @@ def test_what_is_not_linear_in_the_gradient_waits(change: Callable[[Tensor], Ten
 
 def waits(fn: Loss, reason: str) -> None:
     """The reason is in the report, and the gradient is right."""
+    note = compared(fn)
+    assert "the gradient is taken in backward: " in note
+    assert reason in note
+
+
+def compared(fn: Loss) -> str:
+    """What the report says of a loss whose gradient is right."""
     hidden, weight, target = example()
     got, want = always(fn)(hidden, weight, target), fn(hidden, weight, target)
     total, plain = (sum(3 * each.sum() for each in outputs) for outputs in (got, want))
@@ -318,8 +438,7 @@ def waits(fn: Loss, reason: str) -> None:
     for one, other in zip(mine, eager, strict=True):
         torch.testing.assert_close(one, other)
     (note,) = notes(last_report())
-    assert "the gradient is taken in backward: " in note
-    assert reason in note
+    return note
 
 
 def test_float16_waits() -> None:

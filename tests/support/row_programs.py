@@ -91,12 +91,31 @@ def _of_columns(draw: random.Random, known: int) -> Step:
     return step
 
 
+def _of_samples(draw: random.Random, known: int) -> Step:
+    """Sample by sample, as trainers do it to save memory; some put them together otherwise than they were."""
+    left, right, function = draw.randrange(known), draw.randrange(known), draw.choice(_BINARY)
+    around, together = draw.choice(_UNARY_OF_SAMPLES), draw.choice(_TOGETHER)
+
+    def step(values: Values, columns: Tensor, given: Given) -> Tensor:
+        samples = zip(values[left], values[right], given.drift, strict=True)
+        return together([around(function(a, b)) - drift for a, b, drift in samples])
+
+    return step
+
+
 def _of_other_rows(draw: random.Random, known: int) -> Step:
     at, function = draw.randrange(known), draw.choice(_OF_OTHER_ROWS)
     return lambda values, columns, given: function(values[at])
 
 
-_KINDS = [*[_unary] * 4, *[_binary] * 3, *[_with_given] * 4, *[_of_columns] * 3, _of_other_rows]
+_KINDS = [
+    *[_unary] * 4,
+    *[_binary] * 3,
+    *[_with_given] * 4,
+    *[_of_columns] * 3,
+    *[_of_samples] * 3,
+    _of_other_rows,
+]
 
 _UNARY: Sequence[Callable[[Tensor], Tensor]] = (
     lambda a: a.clamp(-9, 1).exp(),
@@ -129,6 +148,25 @@ _WITH_GIVEN: Sequence[Callable[[Tensor, Given], Tensor]] = (
     lambda a, g: a / g.mask.sum(-1, keepdim=True).clamp(min=1),
     lambda a, g: a * torch.tensor(0.3, dtype=a.dtype),
 )
+_UNARY_OF_SAMPLES: Sequence[Callable[[Tensor], Tensor]] = (
+    lambda a: a,
+    lambda a: a.tanh(),
+    lambda a: a.unsqueeze(-1).expand(-1, 3).sum(-1),
+    lambda a: a.view(1, -1).squeeze(0),
+    lambda a: a.clamp(-3, 3),
+)
+_TOGETHER: Sequence[Callable[[list[Tensor]], Tensor]] = (
+    torch.stack,
+    torch.stack,
+    lambda rows: torch.cat([row.unsqueeze(0) for row in rows]),
+    lambda rows: torch.cat(rows).view(len(rows), -1),
+    lambda rows: torch.stack([*rows[:-1], rows[-1].exp()]),
+    lambda rows: torch.stack(rows[::-1]),
+    lambda rows: torch.stack([*rows[1:], rows[0]]),
+    lambda rows: torch.stack([rows[0]] * len(rows)),
+    lambda rows: torch.stack(rows) + rows[0],
+    lambda rows: torch.cat([torch.stack(rows[:2]), torch.stack(rows[2:])]),
+)
 _OF_COLUMNS: Sequence[Callable[[Tensor], Tensor]] = (
     lambda c: c.sum(-1),
     lambda c: c[..., 1:].exp().sum(-1),
@@ -143,7 +181,17 @@ _OF_OTHER_ROWS: Sequence[Callable[[Tensor], Tensor]] = (
     lambda a: a.tanh() * a.detach().sum().tanh(),
     lambda a: a[:, :1] + a,
     lambda a: a.cumsum(-1).tanh(),
+    lambda a: a * _ranks(a.detach().flatten()).view_as(a),
+    lambda a: torch.cat([a[:1].tanh(), a[1:]]) + torch.cat([a[:2], a[2:]]),
+    lambda a: torch.cat([a[1:], a[:1]]),
+    lambda a: a + torch.zeros_like(a).select_scatter(a[0].tanh(), 0, 1),
 )
+
+
+def _ranks(a: Tensor) -> Tensor:
+    return (a.unsqueeze(0).expand(len(a), len(a)) < a.unsqueeze(1)).sum(-1) / len(a)
+
+
 _ENDS: Sequence[Callable[[Tensor, Given], Tensor]] = (
     lambda a, g: a.mean(),
     lambda a, g: (a * g.mask).sum() / g.mask.sum(),
