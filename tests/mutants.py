@@ -1318,22 +1318,22 @@ MUTANTS = [
             "    return True",
         ),
         (
-            "a sum with what is no multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
-            "    return _PLAIN not in found[:2]",
+            "a sum with what is no multiple is one", "linear/degrees.py", "test_linear_in_forward.py wait",
+            "    return PLAIN not in found[:2]",
             "    return True",
         ),
         (
-            "a product of two multiples is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
-            "    return found[:2].count(_MULTIPLE) == 1",
+            "a product of two multiples is one", "linear/degrees.py", "test_linear_in_forward.py wait",
+            "    return found[:2].count(MULTIPLE) == 1",
             "    return True",
         ),
         (
-            "what is divided by a multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
-            "    return found[1] == _PLAIN",
+            "what is divided by a multiple is one", "linear/degrees.py", "test_linear_in_forward.py wait",
+            "    return found[1] == PLAIN",
             "    return True",
         ),
         (
-            "any function of a multiple is one", "linear/in_forward.py", "test_linear_in_forward.py wait",
+            "any function of a multiple is one", "linear/degrees.py", "test_linear_in_forward.py wait",
             "    if rule is None or not rule(node, found):",
             "    if rule is not None and not rule(node, found):",
         ),
@@ -1376,6 +1376,11 @@ MUTANTS = [
             "columns of some samples are those of all", "linear/rewrite.py", "test_linear_in_forward.py of_some_samples",
             '        found += [nodes] if are_all(parts) else',
             '        found += [nodes] if True else',
+        ),
+        (
+            "columns of some samples do not depend on the logits", "linear/in_forward.py", "test_linear_in_forward.py of_some_samples",
+            "    moving = descendants(readers)",
+            "    moving = descendants([*stats, *picks])",
         ),
         (
             "two outputs are one loss", "linear/in_forward.py", "test_linear_in_forward.py wait",

@@ -35,6 +35,9 @@ RESHAPES: set[Target] = {
     aten.squeeze.default,
 }
 SAME_VALUE: set[Target] = {aten.clone.default, aten.alias.default, aten.detach.default}
+SAME_ROWS: set[Target] = RESHAPES | SAME_VALUE
+"""The same rows in the same order, where the last dimension stays."""
+
 CASTS: set[Target] = {prims.convert_element_type.default, aten._to_copy.default}
 SPLITS: set[Target] = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 TURNS: set[Target] = {aten.permute.default, aten.transpose.int, aten.t.default}
@@ -92,7 +95,7 @@ def under(node: Node, targets: Container[Target]) -> Node:
 
 def is_zero(node: Node) -> bool:
     """A constant 0, under views."""
-    node = under(node, RESHAPES | SAME_VALUE | {aten.expand.default})
+    node = under(node, SAME_ROWS | {aten.expand.default})
     if node.target is aten.full.default:
         return bool(node.args[1] == 0)
     return node.target is aten.scalar_tensor.default and bool(node.args[0] == 0)

@@ -86,8 +86,12 @@ def sort(graph: Graph) -> None:
     """Puts every node after its inputs, every write after the new nodes that read there, backward's last of all.
 
     Else keeps the order.
+
+    Raises:
+        ValueError: a node depends on itself.
     """
     placed: set[Node] = set()
+    entered: set[Node] = set()
     last = None
     before = _readers_of_written(graph)
     late = [write for write in before if is_backward(write)]
@@ -99,6 +103,9 @@ def sort(graph: Graph) -> None:
             needed = (*top.all_input_nodes, *before.get(top, ()))
             waiting = [each for each in needed if each not in placed]
             if waiting:
+                if top in entered:
+                    raise ValueError(f"{top} depends on itself")
+                entered.add(top)
                 stack.extend(reversed(waiting))
                 continue
             stack.pop()

@@ -7,6 +7,8 @@
     softcap      logits that tanh bounds
     pieces       programs that cut the rows themselves
     rewrite      the new operators in the place of the old nodes
+    in_forward   whether the gradient can be taken in forward; `degrees`, of what it must be a multiple, and `samples`,
+                 rows that a loop takes apart and puts together
     chunks       how large a chunk is
 
 A graph with none of it stays as it was, and so does a head with a reader that needs the logits, with that reader's
@@ -27,9 +29,9 @@ from fx_passes.graph.facts import byte_count, shape_of
 from fx_passes.graph.order import descendants, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import SHARE, Sizes
+from fx_passes.linear.degrees import NotInForward
 from fx_passes.linear.gradients import Products, products_of
 from fx_passes.linear.head import Head, Refused, head_of, is_head, made_of
-from fx_passes.linear.in_forward import NotInForward
 from fx_passes.linear.pieces import pieces_of, sizes_of
 from fx_passes.linear.readers import (
     Readers,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,23 +34,22 @@ from torch.fx import Node
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
-from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, TURNS, WRITES, is_zero
+from fx_passes.graph.operators import CASTS, RESHAPES, SAME_ROWS, WRITES, is_zero
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.slices import takes_all
-from fx_passes.graph.user_lines import source_of
+from fx_passes.linear.degrees import (
+    MULTIPLE,
+    PLAIN,
+    ZERO,
+    NotInForward,
+    Units,
+    degree_of_result,
+    line_of,
+)
 from fx_passes.linear.samples import Part, Written, are_all, part_of, written_home
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-_ZERO, _PLAIN, _MULTIPLE = "zero", "plain", "multiple"
-"""A constant 0; independent of backward's number; a multiple of it. 0 is either."""
-
-_SAME = RESHAPES | SAME_VALUE
-
-
-class NotInForward(Exception):
-    """Why the gradient has to wait for backward."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class RowProgram:
 
 def in_forward(
     grad: Node,
+    readers: Iterable[Node],
     stats: Mapping[Node, tuple[int, int]],
     picks: Mapping[Node, tuple[int, int]],
     rows: Any,
@@ -72,6 +72,7 @@ def in_forward(
     """The row program for the coefficients of `grad`, a `row_grad`.
 
     Args:
+        readers: all that is read of these logits.
         stats: results of `row_stats`, each as (scale, statistic).
         picks: gathers, each as columns [from, to) of what is picked.
         rows: N, as a size.
@@ -86,23 +87,18 @@ def in_forward(
     reached = [n for n in tangents if n in above]
     if len(reached) != 1 or shape_of(reached[0]):
         raise NotInForward("the gradient does not come from one scalar loss")
-    moving = descendants([*stats, *picks])
-    units = _Units(reached[0], descendants(tangents), emit)
+    moving = descendants(readers)
+    units = Units(reached[0], descendants(tangents), emit)
     builder = _Builder(stats, picks, moving, units, rows, emit)
     results = [
-        builder.cells(terms, [_PLAIN] * 3 + [_MULTIPLE] * 2),  # type: ignore[arg-type]
-        builder.cells(affine, [_MULTIPLE]),  # type: ignore[arg-type]
-        builder.cells(index, [_PLAIN]),  # type: ignore[arg-type]
-        builder.cells(values, [_MULTIPLE]),  # type: ignore[arg-type]
+        builder.cells(terms, [PLAIN] * 3 + [MULTIPLE] * 2),  # type: ignore[arg-type]
+        builder.cells(affine, [MULTIPLE]),  # type: ignore[arg-type]
+        builder.cells(index, [PLAIN]),  # type: ignore[arg-type]
+        builder.cells(values, [MULTIPLE]),  # type: ignore[arg-type]
     ]
     text = json.dumps({"values": builder.values, "results": results}, separators=(",", ":"))
     text = urllib.parse.quote(text, safe="{}[]:,/ ")  # inductor's C++ wrapper escapes no quotes
     return RowProgram(text, tuple(builder.inputs), reached[0])
-
-
-def _line(node: Node) -> str:
-    where = source_of(node)
-    return f"{node.target}{f' at {where}' if where else ''}"
 
 
 class _Builder:
@@ -111,7 +107,7 @@ class _Builder:
         stats: Mapping[Node, tuple[int, int]],
         picks: Mapping[Node, tuple[int, int]],
         moving: set[Node],
-        units: _Units,
+        units: Units,
         rows: Any,
         emit: Emitter,
     ) -> None:
@@ -138,9 +134,9 @@ class _Builder:
         empty = any(same(size, 0) for size in shape_of(node))
         for at, part in enumerate(parts):
             found, wanted = self._degree(part), degrees[at % len(degrees)]
-            if not empty and found not in (_ZERO, wanted):
+            if not empty and found not in (ZERO, wanted):
                 raise NotInForward(
-                    f"a coefficient is not a multiple of the loss's gradient: {_line(part)}"
+                    f"a coefficient is not a multiple of the loss's gradient: {line_of(part)}"
                 )
         return self.place(node)
 
@@ -164,18 +160,18 @@ class _Builder:
 
     def _placed(self, node: Node) -> int:
         if node in self.stats:
-            return self._add(["stat", *self.stats[node]], _PLAIN)
+            return self._add(["stat", *self.stats[node]], PLAIN)
         if node in self.picks:
             wide: Node = node.args[0]  # type: ignore[assignment]
             if self._is_part(wide):
                 self._mark(node, wide)
-            return self._add(["pick", *self.picks[node]], _PLAIN)
+            return self._add(["pick", *self.picks[node]], PLAIN)
         if self._is_part(node):
             return self._taken(node)
         if node not in self.moving:
             return self._input(node, node)
         if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
-            raise NotInForward(f"a coefficient depends on {_line(node)}")
+            raise NotInForward(f"a coefficient depends on {line_of(node)}")
         return self._called(node)
 
     def _input(self, node: Node, like: Node) -> int:
@@ -187,7 +183,7 @@ class _Builder:
         rest = self._rest(node)
         if rest is None:
             if self._rest(like) is None or like in self._parts:
-                raise NotInForward(f"a coefficient depends on other rows: {_line(like)}")
+                raise NotInForward(f"a coefficient depends on other rows: {line_of(like)}")
             node = self.emit.expand(
                 self.emit.align(node, len(shape_of(like))), self.emit.sizes(like)
             )
@@ -221,7 +217,7 @@ class _Builder:
     def _fixed_rest(self, node: Node) -> list[int]:
         rest = self._rest(node)
         if rest is None or not all(isinstance(size, int) for size in rest):
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         return list(rest)
 
     # -- parts of the rows -----------------------------------------------------------------------
@@ -240,7 +236,7 @@ class _Builder:
         whole: Node = node.args[0]  # type: ignore[assignment]
         at = self.place(whole)
         if whole in self._parts:
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         self._mark(node, node)
         return at
 
@@ -264,7 +260,7 @@ class _Builder:
                 self.place(arg)
                 found += [self._parts[arg]] if arg in self._parts else []
         if any(part != found[0][0] or not same(rows, found[0][1]) for part, rows in found):
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         if found:
             self._parts[node] = found[0]
 
@@ -279,7 +275,7 @@ class _Builder:
         own = parts == [self._part_under(each.source) for each in found] and are_all(parts)
         rests = [self._rest(each) for each in (node, *(each.source for each in found))]
         if not own or len(places) > 1 or len(signs) > 1 or any(rest != rests[0] for rest in rests):
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         at = places.pop()
         if signs == {1}:
             return at
@@ -307,7 +303,7 @@ class _Builder:
             return together
         self._note_part(node)
         target, first = node.target, node.args[0]
-        if target in _SAME or target is aten.expand.default:
+        if target in SAME_ROWS or target is aten.expand.default:
             assert isinstance(first, Node), node
             return self._reshaped(node, first)
         if target in CASTS:
@@ -319,7 +315,7 @@ class _Builder:
             return self._within_a_row(node)
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         return self._pointwise(node)
 
     def _reshaped(self, node: Node, first: Node) -> int:
@@ -332,7 +328,7 @@ class _Builder:
             before = self._fixed_rest(first)
             ranks = len(shape_of(first)), len(before)
             if step == "expand" and ranks != (len(shape_of(node)), len(rest)):
-                raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+                raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         return self._add([step, at, rest], self._degrees[at])
 
     def _joined(self, node: Node) -> int:
@@ -342,10 +338,10 @@ class _Builder:
         kept = len(self._fixed_rest(node))
         place = dim % rank - (rank - kept)
         if place < 0:
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         places = [self._operand(part, node, joined=True) for part in parts]
         degrees = {self._degrees[at] for at in places}
-        return self._add(["cat", places, place + 1], degrees.pop() if len(degrees) == 1 else _PLAIN)
+        return self._add(["cat", places, place + 1], degrees.pop() if len(degrees) == 1 else PLAIN)
 
     def _within_a_row(self, node: Node) -> int:
         """Columns of a value that has some per row, their sum, or what is written over them."""
@@ -360,7 +356,7 @@ class _Builder:
         listed = dims if isinstance(dims, list) else [dims]
         places = [0 if dim is None else dim % rank - rows + 1 for dim in listed]
         if not places or min(places) < 1:  # none listed: a sum of all
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         args = [{"value": self._operand(each, each)} for each in tensors]
         moved: Any = places if isinstance(dims, list) else places[0]
         others = [self._argument(arg, node) for arg in node.args[at + 1 :]]
@@ -381,12 +377,12 @@ class _Builder:
             return {"dtype": _name(arg)}
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
-        raise NotInForward(f"an argument of {_line(node)} is {arg}, no real number")
+        raise NotInForward(f"an argument of {line_of(node)} is {arg}, no real number")
 
     def _operand(self, arg: Node, node: Node, joined: bool = False) -> int:
         """The place of an operand whose rows are those of `node`."""
         if not isinstance(value(arg), torch.Tensor):
-            raise NotInForward(f"a size is an operand of {_line(node)}")
+            raise NotInForward(f"a size is an operand of {line_of(node)}")
         if not shape_of(arg):
             return self.place(arg)
         if (
@@ -394,10 +390,10 @@ class _Builder:
             and _is_one_element(arg)
             and value(arg).dtype != value(node).dtype
         ):
-            raise NotInForward(f"an operand of {_line(node)} has another dtype than its result")
+            raise NotInForward(f"an operand of {line_of(node)} has another dtype than its result")
         of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)
         if not shape_of(node) or of_others:
-            raise NotInForward(f"a coefficient depends on other rows: {_line(node)}")
+            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         kept = self._fixed_rest(node)
         if arg not in self.moving and not joined:
             if self._rest(arg) is None or len(shape_of(arg)) != len(shape_of(node)):
@@ -405,7 +401,7 @@ class _Builder:
             return self.place(arg)
         rest = self._fixed_rest(arg)
         if len(rest) != len(kept) or len(shape_of(arg)) != len(shape_of(node)):
-            raise NotInForward(f"rows are broadcast in {_line(node)}")
+            raise NotInForward(f"rows are broadcast in {line_of(node)}")
         return self.place(arg)
 
     # -- multiples -------------------------------------------------------------------------------
@@ -416,122 +412,14 @@ class _Builder:
         Raises:
             NotInForward: it is neither independent of backward's number nor a multiple of it.
         """
-        return _degree_of_result(node, [self._degree_of(arg) for arg in node.args])
+        return degree_of_result(node, [self._degree_of(arg) for arg in node.args])
 
     def _degree_of(self, arg: Any) -> str:
         if not isinstance(arg, Node):
-            return _ZERO if isinstance(arg, int | float) and arg == 0 else _PLAIN
+            return ZERO if isinstance(arg, int | float) and arg == 0 else PLAIN
         if is_zero(arg):
-            return _ZERO
-        of_logits = arg in self.moving or arg in self.stats or arg in self.picks
-        return self._degree(arg) if of_logits else self.units.degree(arg)
-
-
-class _Units:
-    """Values that follow from backward's number and not from the logits, computed with 1 in its place."""
-
-    def __init__(self, tangent: Node, moving: set[Node], emit: Emitter) -> None:
-        self.tangent = tangent
-        self.moving = moving
-        self.emit = emit
-        self._made: dict[Node, Node] = {}
-        self._degrees: dict[Node, str] = {tangent: _MULTIPLE}
-
-    def of(self, node: Node) -> Node:
-        if node not in self.moving:
-            return node
-        if node not in self._made:
-            if node is self.tangent:
-                made = self.emit.full([], 1.0, value(node).dtype, node)
-            else:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.of)
-                made = self.emit.call(node.target, *args, **kwargs)
-            self._made[node] = made
-        return self._made[node]
-
-    def degree(self, node: Any) -> str:
-        """Raises NotInForward where the value is no multiple of the number."""
-        if not isinstance(node, Node):
-            return _ZERO if isinstance(node, int | float) and node == 0 else _PLAIN
-        if node not in self.moving:
-            return _ZERO if is_zero(node) else _PLAIN
-        if node not in self._degrees:
-            self._degrees[node] = self._found(node)
-        return self._degrees[node]
-
-    def _found(self, node: Node) -> str:
-        found = [self.degree(arg) for arg in node.args]
-        if node.target in _LINEAR and found[0] == _MULTIPLE:
-            return _MULTIPLE
-        return _degree_of_result(node, found)
-
-
-def _degree_of_result(node: Node, found: Sequence[str]) -> str:
-    """The degree of a pointwise result of operands of the degrees `found`."""
-    if _MULTIPLE not in found:
-        zero = node.target in _HOMOGENEOUS and _ZERO in found
-        return _ZERO if zero and _zero_result(node.target, found) else _PLAIN
-    rule = _HOMOGENEOUS.get(node.target)
-    if rule is None or not rule(node, found):
-        raise NotInForward(f"{_line(node)} is not linear in the loss's gradient")
-    return _PLAIN if node.target in _COMPARED else _MULTIPLE
-
-
-def _both(node: Node, found: Sequence[str]) -> bool:
-    """A sum of multiples."""
-    return _PLAIN not in found[:2]
-
-
-def _one(node: Node, found: Sequence[str]) -> bool:
-    """A product with one multiple."""
-    return found[:2].count(_MULTIPLE) == 1
-
-
-def _above(node: Node, found: Sequence[str]) -> bool:
-    return found[1] == _PLAIN
-
-
-def _alone(node: Node, found: Sequence[str]) -> bool:
-    return True
-
-
-def _chosen(node: Node, found: Sequence[str]) -> bool:
-    """One of two multiples, by a condition that is none."""
-    return found[0] != _MULTIPLE and _PLAIN not in found[1:]
-
-
-def _with_zero(node: Node, found: Sequence[str]) -> bool:
-    """A multiple compared with 0: no other than the number's being 0 changes that, and then all is 0."""
-    return found[1] == _ZERO
-
-
-_LINEAR: set[Any] = (
-    _SAME
-    | CASTS
-    | TURNS
-    | {
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.sum.dim_IntList,
-        aten.sum.default,
-    }
-)
-"""Multiples of the first operand where that is one, in any shape."""
-
-_COMPARED: set[Any] = {aten.eq.Scalar, aten.ne.Scalar}
-_HOMOGENEOUS: dict[Any, Any] = {
-    aten.add.Tensor: _both,
-    aten.sub.Tensor: _both,
-    aten.mul.Tensor: _one,
-    aten.mul.Scalar: _one,
-    aten.div.Tensor: _above,
-    aten.div.Scalar: _above,
-    aten.neg.default: _alone,
-    aten.where.self: _chosen,
-    **dict.fromkeys(WRITES.values(), _both),
-    **dict.fromkeys(_COMPARED, _with_zero),
-}
+            return ZERO
+        return self._degree(arg) if arg in self.moving else self.units.degree(arg)
 
 
 _WITHIN_A_ROW: dict[Any, int] = {
@@ -549,14 +437,6 @@ def _takes_all(node: Node, size: Any, at: int) -> bool:
     given: list[Any] = list(node.args[at:])
     given += [None, None, 1][len(given) :]
     return takes_all(size, *given)
-
-
-def _zero_result(target: Any, found: Sequence[str]) -> bool:
-    if target in (aten.add.Tensor, aten.sub.Tensor) or target in WRITES.values():
-        return set(found[:2]) == {_ZERO}
-    if target is aten.where.self:
-        return set(found[1:]) == {_ZERO}
-    return target is aten.neg.default
 
 
 def _is_same_constant(one: Node, other: Node) -> bool:

@@ -15,16 +15,13 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import RESHAPES, WRITES, under
+from fx_passes.graph.operators import SAME_ROWS, WRITES, under
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import Refused
 from fx_passes.linear.softcap import derivative_of
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
-
-SAME_ROWS = RESHAPES | {aten.alias.default, aten.detach.default, aten.clone.default}
-"""The same rows in the same order, where the last dimension stays."""
 
 
 @dataclass

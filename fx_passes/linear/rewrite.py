@@ -18,9 +18,10 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import ancestors
+from fx_passes.linear.degrees import NotInForward
 from fx_passes.linear.gradients import Products
 from fx_passes.linear.head import Head, Refused
-from fx_passes.linear.in_forward import NotInForward, RowProgram, in_forward
+from fx_passes.linear.in_forward import RowProgram, in_forward
 from fx_passes.linear.readers import Readers, Rows, origin_of
 from fx_passes.linear.samples import are_all, part_of
 
@@ -173,7 +174,8 @@ class Rewrite:
             raise NotInForward("some rows of the logits are read alone")
         wanted = self._wanted_of(groups[0])
         hidden_rows = shape_of(self.hidden)[0]
-        program = in_forward(grad, wanted.of_stats(), wanted.of_picks(), hidden_rows, self.emit)
+        stats, picks = wanted.of_stats(), wanted.of_picks()
+        program = in_forward(grad, wanted.nodes, stats, picks, hidden_rows, self.emit)
         self._emit_both(wanted, program, products)
 
     def _groups(self, readers: Readers) -> list[_Group]:
