@@ -273,8 +273,9 @@ class _Builder:
         signs = {each.sign for each in found}
         parts = [each.part for each in found]
         own = parts == [self._part_under(each.source) for each in found] and are_all(parts)
-        rests = [self._rest(each) for each in (node, *(each.source for each in found))]
-        if not own or len(places) > 1 or len(signs) > 1 or any(rest != rests[0] for rest in rests):
+        rest = self._fixed_rest(node)
+        own = own and all(self._fixed_rest(each.source) == rest for each in found)
+        if not own or len(places) > 1 or len(signs) > 1:
             raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
         at = places.pop()
         if signs == {1}:
