@@ -35,8 +35,23 @@ from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, wide_va
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 MAX_ROUNDS = 8
+
+_ARITHMETIC = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    prims.fma.default,
+}
 
 
 def fuse(graph: Graph, config: FuseConfig) -> Outcome:
@@ -103,9 +118,10 @@ class _Rounds:
         """Judges a walk; False where another one is needed."""
         verdict = judge(walk)
         self.rejections.update(rejections_of(walk, verdict))
-        returned = {n for n in walk.account.returned if walk.root(n) in verdict.accepted}
-        if returned - self.barriers:
-            self.barriers |= returned
+        read = walk.account.returned | _rounded_and_read(walk)
+        own = {n for n in read if walk.root(n) in verdict.accepted}
+        if own - self.barriers:
+            self.barriers |= own
             self.only = None
             return False
         self.only = verdict.accepted
@@ -194,6 +210,12 @@ def _rounded(walk: Walk) -> list[Node]:
         n for n, form in values if isinstance(form, Form) and form.is_affine and not form.is_row
     ]
     return [n for n in linear if n.op == "call_function" and value(n).dtype.itemsize < 4]
+
+
+def _rounded_and_read(walk: Walk) -> set[Node]:
+    """Of those that arithmetic has rounded, what the user's own nodes go on with: they must meet statistics of that."""
+    rounded = [node for node in _rounded(walk) if node.target in _ARITHMETIC]
+    return set(rounded) & computed(walk.graph, walk.account.replacements) if rounded else set()
 
 
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:

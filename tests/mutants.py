@@ -1383,6 +1383,11 @@ MUTANTS = [
             "    moving = descendants([*stats, *picks])",
         ),
         (
+            "rounded logits meet the logsumexp of others", "fuse.py", "test_soundness.py their_own_logsumexp",
+            "        read = walk.account.returned | _rounded_and_read(walk)",
+            "        read = walk.account.returned",
+        ),
+        (
             "two outputs are one loss", "linear/in_forward.py", "test_linear_in_forward.py wait",
             "    if len(reached) != 1 or shape_of(reached[0]):",
             "    if not reached:",

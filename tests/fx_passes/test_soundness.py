@@ -1537,6 +1537,32 @@ def test_given_rows_that_are_rounded_stay_rounded(rounded: torch.dtype, spread: 
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
+HALF_ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "less": lambda x, tau: x - tau,
+    "plus": lambda x, tau: tau + x,
+    "times": lambda x, tau: x * tau,
+    "over": lambda x, tau: x / tau,
+    "over, less": lambda x, tau: x / tau - 2 * tau,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", HALF_ARITHMETIC.values(), ids=HALF_ARITHMETIC)
+def test_rounded_logits_meet_their_own_logsumexp(
+    change: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    """At an offset the rounding of `x / tau` is larger than its log-probs."""
+    torch._dynamo.reset()
+
+    def log_probs(x: Tensor, tau: Tensor) -> Tensor:
+        logits = change(x, tau[:, None]).float()
+        return logits - logits.logsumexp(-1, True)
+
+    compiled = torch.compile(log_probs, backend="slime_fused", options=harness.OPTIONS)
+    args = logits(offset=-1e4, grad=False).to(dtype), torch.linspace(1.01, 1.4, ROWS).to(dtype)
+    torch.testing.assert_close(compiled(*args), log_probs(*args), rtol=1e-3, atol=1e-3)
+
+
 def test_products_that_overflow_are_no_mask() -> None:
     """-10 * 1e38 is -inf in float32; exp(-10) is a number."""
     torch._dynamo.reset()
