@@ -24,6 +24,7 @@ from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.operators import SAME_VALUE, is_elementwise
 from fx_passes.graph.order import computed, tidy
 from fx_passes.graph.recompute import recompute_copies
 from fx_passes.graph.returned import Returned
@@ -35,23 +36,16 @@ from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, wide_va
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 MAX_ROUNDS = 8
 
-_ARITHMETIC = {
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.rsub.Tensor,
-    aten.rsub.Scalar,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    prims.fma.default,
+_EXACT = SAME_VALUE | {
+    aten.neg.default,
+    aten.where.self,
+    aten.clamp_min.default,
+    aten.clamp.default,
 }
+"""Element-wise operators that round nothing."""
 
 
 def fuse(graph: Graph, config: FuseConfig) -> Outcome:
@@ -213,9 +207,15 @@ def _rounded(walk: Walk) -> list[Node]:
 
 
 def _rounded_and_read(walk: Walk) -> set[Node]:
-    """Of those that arithmetic has rounded, what the user's own nodes go on with: they must meet statistics of that."""
-    rounded = [node for node in _rounded(walk) if node.target in _ARITHMETIC]
-    return set(rounded) & computed(walk.graph, walk.account.replacements) if rounded else set()
+    """What is rounded element by element, and the user's own nodes go on with: they must meet statistics of that."""
+    rounded = {node for node in _rounded(walk) if _rounds(walk, node)}
+    return rounded & computed(walk.graph, walk.account.replacements) if rounded else set()
+
+
+def _rounds(walk: Walk, node: Node) -> bool:
+    form = walk.context.values[node]
+    itself = isinstance(form, Form) and form.is_identity
+    return is_elementwise(node) and node.target not in _EXACT and not itself
 
 
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:

@@ -1543,6 +1543,9 @@ HALF_ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "times": lambda x, tau: x * tau,
     "over": lambda x, tau: x / tau,
     "over, less": lambda x, tau: x / tau - 2 * tau,
+    "over, rounded": lambda x, tau: (x.float() / tau).to(x.dtype),
+    "less, rounded": lambda x, tau: (x.float() - tau).to(x.dtype),
+    "less, of some rows": lambda x, tau: (x - tau).clone()[1:],
 }
 
 
