@@ -211,9 +211,9 @@ MUTANTS = [
             '    known = bool(form.exps) or vanishes',
         ),
         (
-            "scaled logits beside a softmax are computed", "walk/walk.py", "test_zero_softmax.py",
-            '        if form.clamped or form.beside is not None:',
-            '        if form.clamped:',
+            "scaled logits beside a softmax are computed", "algebra/forms.py", "test_zero_softmax.py",
+            "        return not self.clamped and self.beside is None",
+            "        return not self.clamped",
         ),
         (
             "the clamp is forgotten", "rules/guards.py", "test_soundness.py garbage or lowest or clamp",
@@ -1153,9 +1153,9 @@ MUTANTS = [
             "    return False",
         ),
         (
-            "a clamp is forgotten where a value leaves", "walk/walk.py", "test_soundness.py clamped_log_probs_by_weights",
-            "        if form.clamped or form.beside is not None:",
-            "        if form.beside is not None:",
+            "a clamp is forgotten where a value leaves", "algebra/forms.py", "test_soundness.py clamped_log_probs_by_weights",
+            "        return not self.clamped and self.beside is None",
+            "        return self.beside is None",
         ),
         (
             "a row that a guard takes whole is NaN", "rules/guards.py", "test_soundness.py empty_rows",

@@ -86,6 +86,11 @@ class Form:
     beside: tuple[Poly, Poly] | None = None
 
     @property
+    def is_everywhere(self) -> bool:
+        """The value is what the form says at all elements."""
+        return not self.clamped and self.beside is None
+
+    @property
     def is_row(self) -> bool:
         """A row scalar spread over the vocabulary."""
         return self.is_affine and self.f.is_zero and self.beside is None

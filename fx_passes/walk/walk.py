@@ -279,12 +279,13 @@ class Walk:
         form = self.context.values.get(copied)  # type: ignore[arg-type]
         if not (isinstance(form, Form) and form.x is into and is_backward(copy)) or copy.users:
             return False
-        linear = form.is_affine and not form.clamped and form.beside is None
+        if not (form.is_affine and form.is_everywhere):
+            return False
         if form.is_identity:
             self.account.unchanged.append(copy)
-        elif linear and value(into).dtype == value(copied).dtype:
+        elif value(into).dtype == value(copied).dtype:
             self._leave(copied, form)  # type: ignore[arg-type]
-        return linear
+        return True
 
     def _keep_operands(self, node: Node) -> None:
         for arg in node.all_input_nodes:
@@ -311,9 +312,8 @@ class Walk:
 
         What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
         """
-        if not form.is_affine or form.f.is_zero or node in self.account.returned:
-            return False
-        if form.clamped or form.beside is not None:
+        linear = form.is_affine and not form.f.is_zero and form.is_everywhere
+        if not linear or node in self.account.returned:
             return False
         rows, values = self.context.rows, self.context.values
         waiting, seen = [node], {node}

@@ -20,7 +20,7 @@ from slime_compile.backend.options import Options
 from slime_compile.report import Report
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
-from tests.support.processes import run_python
+from tests.support.processes import run_python, runs_while_compiling
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
 INTERPRETED = {"inner": "aot_eager"}
@@ -125,10 +125,7 @@ def test_different_options_have_different_code() -> None:
     assert [r.fused for r in slime_compile.reports()[before:]] == [2, 0]
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13",
-    reason="torch 2.11 and 2.12 run nothing compiled while they compile: aot_eager and inductor raise, too",
-)
+@runs_while_compiling
 def test_six_threads() -> None:
     torch._dynamo.reset()
     before = len(slime_compile.reports())

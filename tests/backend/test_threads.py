@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.processes import run_python
+from tests.support.processes import run_python, runs_while_compiling
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.12",
     reason="torch 2.11 compiles in one thread only: aot_eager crashes, too",
-)
-
-waits = pytest.mark.skipif(
-    torch.__version__ < "2.13",
-    reason="torch 2.12 runs nothing compiled while it compiles: aot_eager and inductor raise, too",
 )
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab
@@ -96,7 +91,7 @@ def compile_beside_running(inner: str, rounds: int) -> None:
     assert all(runs), runs
 
 
-@waits
+@runs_while_compiling
 @pytest.mark.parametrize(
     ("inner", "rounds"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.thorough)]
 )
@@ -104,7 +99,7 @@ def test_compiling_beside_running(inner: str, rounds: int, private_cache: None) 
     compile_beside_running(inner, rounds)
 
 
-@waits
+@runs_while_compiling
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
