@@ -1339,13 +1339,33 @@ MUTANTS = [
         ),
         (
             "samples of different values are one", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
-            'len(places) > 1 or len(signs) > 1',
-            'len(signs) > 1',
+            'sets.setdefault(self._of_all(each), [])',
+            'sets.setdefault(self._of_all(written[0]), [])',
+        ),
+        (
+            "what is beside samples is forgotten", "linear/in_forward.py", "test_linear_in_forward.py put_together",
+            'self._plus(left, right, node), [*sets, *rest])',
+            'self._plus(left, right, node), [*sets])',
+        ),
+        (
+            "what is taken away beside samples is added", "linear/in_forward.py", "test_linear_in_forward.py put_together",
+            'self._signed(self._operand(each.node, node), each.sign)',
+            'self._operand(each.node, node)',
+        ),
+        (
+            "zeros times infinity are zeros", "linear/samples.py", "test_linear_in_forward.py put_together",
+            'isinstance(factor, int | float) and math.isfinite(factor)',
+            'isinstance(factor, int | float)',
+        ),
+        (
+            "what is written into zeros is not rounded", "linear/samples.py", "test_linear_in_forward.py put_together",
+            ' or value(source).dtype != value(node).dtype',
+            '',
         ),
         (
             "samples are joined in any order", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
-            'own = parts == [self._part_under(each.source) for each in found] and are_all(parts)',
-            'own = bool(parts)',
+            'if parts != [self._part_under(each.source) for each in found] or not are_all(parts):',
+            'if not parts:',
         ),
         (
             "some samples are all", "linear/samples.py", "test_linear_in_forward.py wait or put_together",
@@ -1354,8 +1374,8 @@ MUTANTS = [
         ),
         (
             "what is added and taken away is one", "linear/in_forward.py", "test_linear_in_forward.py put_together",
-            'len(places) > 1 or len(signs) > 1',
-            'len(places) > 1',
+            'return self._signed(at, written.sign)',
+            'return at',
         ),
         (
             "a sample meets another", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",

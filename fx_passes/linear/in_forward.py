@@ -22,6 +22,7 @@ time. Leading dimensions, [B, S] or [N], are one there.
 
 from __future__ import annotations
 
+import functools
 import json
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,9 +45,10 @@ from fx_passes.linear.degrees import (
     NotInForward,
     Units,
     degree_of_result,
+    degree_of_sum,
     line_of,
 )
-from fx_passes.linear.samples import Part, Written, are_all, part_of, written_home
+from fx_passes.linear.samples import Part, Written, addends, are_all, part_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -266,22 +268,43 @@ class _Builder:
 
     def _put_together(self, node: Node) -> int | None:
         """The place of the value whose parts are joined, or written into zeros and added; None for anything else."""
-        found = written_home(node) or self._joined_parts(node)
-        if not found:
+        joined = self._joined_parts(node)
+        written, others = (joined, []) if joined else addends(node, self.moving)
+        if not written:
             return None
-        places = {self.place(each.source) for each in found}
-        signs = {each.sign for each in found}
-        parts = [each.part for each in found]
-        own = parts == [self._part_under(each.source) for each in found] and are_all(parts)
-        rest = self._fixed_rest(node)
-        own = own and all(self._fixed_rest(each.source) == rest for each in found)
-        if not own or len(places) > 1 or len(signs) > 1:
+        sets: dict[int, list[Written]] = {}
+        for each in written:
+            sets.setdefault(self._of_all(each), []).append(each)
+        if not all(self._are_whole(parts, node) for parts in sets.values()):
             raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
-        at = places.pop()
-        if signs == {1}:
+        rest = [self._signed(self._operand(each.node, node), each.sign) for each in others]
+        return functools.reduce(lambda left, right: self._plus(left, right, node), [*sets, *rest])
+
+    def _of_all(self, written: Written) -> int:
+        """The place of what is written, of all rows."""
+        at = self.place(written.source)
+        for node in written.steps:
+            args = [{"value": at}, *node.args[1:]]
+            at = self._add(["call", str(node.target), args, {}], self._degrees[at])
+        return self._signed(at, written.sign)
+
+    def _signed(self, at: int, sign: int) -> int:
+        if sign > 0:
             return at
-        step = ["call", str(aten.neg.default), [{"value": at}], {}]
-        return self._add(step, self._degrees[at])
+        return self._add(["call", str(aten.neg.default), [{"value": at}], {}], self._degrees[at])
+
+    def _plus(self, left: int, right: int, node: Node) -> int:
+        degree = degree_of_sum(node, [self._degrees[left], self._degrees[right]])
+        args = [{"value": left}, {"value": right}]
+        return self._add(["call", str(aten.add.Tensor), args, {}], degree)
+
+    def _are_whole(self, found: Sequence[Written], node: Node) -> bool:
+        """Whether they are, in this order, the parts of all rows."""
+        parts = [each.part for each in found]
+        if parts != [self._part_under(each.source) for each in found] or not are_all(parts):
+            return False
+        rest = self._fixed_rest(node)
+        return all(self._fixed_rest(each.source) == rest for each in found)
 
     def _joined_parts(self, node: Node) -> list[Written]:
         sources: Any = node.args[0] if node.target is aten.cat.default else []
@@ -289,7 +312,7 @@ class _Builder:
         if not sources or dim % len(shape_of(node)):
             return []
         parts = [(source, self._part_under(source)) for source in sources]
-        return [Written(source, part, 1) for source, part in parts if part is not None]
+        return [Written(source, part) for source, part in parts if part is not None]
 
     def _part_under(self, node: Node) -> Part | None:
         if node in self.moving or self._is_part(node):

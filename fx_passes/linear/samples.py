@@ -1,19 +1,20 @@
 """Rows that a program takes apart and puts together again: `torch.stack([f(row) for row in logits])`, and its backward.
 
-Entry points: `part_of`, what a view takes of the first dimension, `written_home`, what is added up of parts that are
-written into zeros, and `are_all`.
+Entry points: `part_of`, what a view takes of the first dimension, `addends`, what a sum is made of, parts that are
+written into zeros among it, and `are_all`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fx_passes.graph.facts import shape_of
+from fx_passes.graph.facts import shape_of, value
 from fx_passes.graph.operators import WRITES, is_zero
 from fx_passes.graph.slices import END, bounds
 
@@ -44,40 +45,71 @@ def part_of(node: Node) -> Part | None:
 
 @dataclass(frozen=True)
 class Written:
-    """`sign * source`, written into zeros as a part of their first dimension."""
+    """`sign * source`, written into zeros as a part of their first dimension and multiplied by `steps` in turn."""
 
     source: Node
     part: Part
+    steps: tuple[Node, ...] = ()
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Addend:
+    """`sign * node`."""
+
+    node: Node
     sign: int
 
 
-def written_home(node: Node) -> list[Written] | None:
-    """What `node` is the sum of, in the order of the parts; None where anything else is in it."""
-    found: list[Written] = []
-    waiting: list[tuple[Any, int]] = [(node, 1)]
+def addends(node: Node, moving: Set[Node]) -> tuple[list[Written], list[Addend]]:
+    """What `node` is the sum of: parts, in their order, and everything else. Only what is `moving` is taken apart."""
+    written: list[Written] = []
+    others: list[Addend] = []
+    waiting = [Addend(node, 1)]
     while waiting:
-        each, sign = waiting.pop()
-        if not isinstance(each, Node):
-            return None
-        signs = _SIGNS.get(each.target)
-        if signs is not None and not each.kwargs:
-            waiting += [(arg, sign * s) for arg, s in zip(each.args, signs, strict=True)]
-            continue
-        written = _written(each, sign)
-        if written is None:
-            return None
-        found.append(written)
-    return sorted(found, key=lambda each: each.part.start)
+        each = waiting.pop()
+        part = _written(each)
+        if each.node not in moving:
+            others.append(each)
+        elif part is not None:
+            written.append(part)
+        elif _is_sum(each.node):
+            signs = zip(each.node.args, _SIGNS[each.node.target], strict=True)
+            waiting += [Addend(arg, each.sign * sign) for arg, sign in signs]  # type: ignore[arg-type]
+        else:
+            others.append(each)
+    return sorted(written, key=lambda each: each.part.start), others
 
 
-def _written(node: Node, sign: int) -> Written | None:
+def _is_sum(node: Node) -> bool:
+    of_nodes = all(isinstance(arg, Node) for arg in node.args)
+    return node.target in _SIGNS and of_nodes and not node.kwargs
+
+
+def _written(addend: Addend) -> Written | None:
+    node, sign, steps = addend.node, addend.sign, []
+    while _keeps_zeros(node):
+        if node.target is aten.neg.default:
+            sign = -sign
+        else:
+            steps.append(node)
+        node = node.args[0]  # type: ignore[assignment]
     if node.target not in WRITES.values():
         return None
     zeros, source = node.args[:2]
     part = _part(node, zeros, 2) if isinstance(zeros, Node) and is_zero(zeros) else None
-    if part is None or not isinstance(source, Node):
+    if part is None or not isinstance(source, Node) or value(source).dtype != value(node).dtype:
         return None
-    return Written(source, part, sign)
+    return Written(source, part, tuple(reversed(steps)), sign)
+
+
+def _keeps_zeros(node: Node) -> bool:
+    """Whether `node` is a multiple of its first argument; 0 times what is in a tensor need not be 0."""
+    if node.target not in (aten.neg.default, aten.mul.Tensor) or node.kwargs:
+        return False
+    first, *factors = node.args
+    numbers = all(isinstance(factor, int | float) and math.isfinite(factor) for factor in factors)
+    return isinstance(first, Node) and numbers
 
 
 def are_all(parts: Sequence[Part]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,20 @@ def policy_sample_by_sample(
     return ((each * mask).sum() / mask.sum(),)
 
 
+def policy_sample_by_sample_with_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, drift: Tensor, advantages: Tensor
+) -> Outputs:
+    """The entropy is of all samples at once, and both are of divided logits: their gradients are added up."""
+    logits = (hidden @ weight.t()) / 0.7
+    probs = logits.softmax(-1)
+    entropy = logits.logsumexp(-1) - (probs * logits).sum(-1)
+    normalisers = torch.stack([sample.logsumexp(-1) for sample in logits])
+    log_probs = logits.gather(-1, target.unsqueeze(-1)).squeeze(-1) - normalisers
+    ratio = (log_probs - log_probs.detach() - drift).exp()
+    each = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return (each.mean() - 0.01 * entropy.mean(),)
+
+
 def log_probs_sample_by_sample(
     hidden: Tensor, weight: Tensor, target: Tensor, advantages: Tensor
 ) -> Outputs:
@@ -177,6 +192,7 @@ CAN: list[tuple[Loss, str]] = [
     (policy, "[B,S,V]"),
     (cross_entropy_of_some_rows, "[B,S,V]"),
     (policy_sample_by_sample, "[B,S,V]"),
+    (policy_sample_by_sample_with_entropy, "[B,S,V]"),
     (log_probs_sample_by_sample, "[B,S,V]"),
     (log_probs_in_two_parts, NV),
 ]
@@ -310,8 +326,8 @@ def _weighted(weights: Weights) -> Loss:
     return loss
 
 
-def _home(sample: Tensor, at: int) -> Tensor:
-    return torch.zeros(2, 4).select_scatter(sample, 0, at)
+def _home(sample: Tensor, at: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(2, 4, dtype=dtype).select_scatter(sample, 0, at)
 
 
 def _both_times(one: Tensor, other: Tensor, number: Tensor) -> Tensor:
@@ -324,6 +340,13 @@ IN_ORDER: dict[str, Weights] = {
     "written": lambda one, other, _: _home(one, 0) + _home(other, 1),
     "taken away": lambda one, other, _: -_home(one, 0) - _home(other, 1),
     "given number": lambda one, other, given: _both_times(one, other, given[0, 0]),
+    "beside another": lambda one, other, _: (
+        _home(one, 0) - torch.stack([one.tanh(), other.tanh()]) + _home(other, 1)
+    ),
+    "two at once": lambda one, other, _: (
+        _home(one, 0) + _home(one.tanh(), 0) + _home(other.tanh(), 1) - -_home(other, 1)
+    ),
+    "multiples": lambda one, other, _: _home(one, 0) * 2 + _home(other, 1) * 2,
 }
 OTHERWISE: dict[str, Weights] = {
     "turned": lambda one, other, _: torch.stack([other, one]),
@@ -335,6 +358,19 @@ OTHERWISE: dict[str, Weights] = {
     "written turned": lambda one, other, _: _home(one, 1) + _home(other, 0),
     "written twice": lambda one, other, _: _home(one, 0) + _home(one, 0),
     "added and taken away": lambda one, other, _: _home(one, 0) - _home(other, 1),
+    "different multiples": lambda one, other, _: _home(one, 0) * 2 + _home(other, 1) * 3,
+    "infinite multiples": lambda one, other, _: (
+        _home(one, 0) * math.inf + _home(other, 1) * math.inf
+    ).nan_to_num(1),
+    "unknown multiples": lambda one, other, given: (
+        _home(one, 0) * given.t() + _home(other, 1) * given.t()
+    ).nan_to_num(1),
+    "one of two": lambda one, other, _: (
+        _home(one, 0) + _home(one.tanh(), 0) + _home(other.tanh(), 1)
+    ),
+    "rounded": lambda one, other, _: (
+        _home(one, 0, torch.bfloat16) + _home(other, 1, torch.bfloat16)
+    ).float(),
     "pairs": lambda one, other, _: torch.stack(
         [(each[:, None] - each).tanh().sum(-1) for each in (one, other)]
     ),

@@ -166,7 +166,15 @@ _TOGETHER: Sequence[Callable[[list[Tensor]], Tensor]] = (
     lambda rows: torch.stack([rows[0]] * len(rows)),
     lambda rows: torch.stack(rows) + rows[0],
     lambda rows: torch.cat([torch.stack(rows[:2]), torch.stack(rows[2:])]),
+    lambda rows: sum((_home(row, at, rows) for at, row in enumerate(rows)), rows[0].exp() * 0),
+    lambda rows: sum((0.5 * _home(rows[at], at, rows) for at in (2, 1, 0)), torch.stack(rows)),
 )
+
+
+def _home(row: Tensor, at: int, rows: Sequence[Tensor]) -> Tensor:
+    return torch.zeros_like(torch.stack(list(rows))).select_scatter(row, 0, at)
+
+
 _OF_COLUMNS: Sequence[Callable[[Tensor], Tensor]] = (
     lambda c: c.sum(-1),
     lambda c: c[..., 1:].exp().sum(-1),
