@@ -13,12 +13,12 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # a group of one process needs no network
 
+# what a report of a failure needs; a checkout that is not installed has no entry point, which is no reason to stop
+"$python" -m slime_compile doctor 2>&1 | tee "$out/doctor.txt"
 "$python" - <<'EOF' | tee "$out/stamp.txt" || exit 2
 from bench.measure.cells import stamp, stamp_line
 print(stamp_line(stamp()))
 EOF
-# what a report of a failure needs; a checkout that is not installed has no entry point, which is no reason to stop
-"$python" -m slime_compile doctor 2>&1 | tee "$out/doctor.txt"
 "$python" bench/gpu/check.py 2>&1 | tee "$out/check.txt"
 checked=${PIPESTATUS[0]}
 if [ "$checked" -ne 0 ]; then

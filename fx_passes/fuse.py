@@ -32,7 +32,7 @@ from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch
-from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, wide_values
+from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown_values, wide_values
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
@@ -170,7 +170,7 @@ def _read_by(node: Node) -> list[Node]:
 
 def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     graph, account = walk.graph, walk.account
-    wide = wide_values(walk)
+    wide = wide_values(walk) | unknown_values(walk)
     counted = wide - leaving_gradients(walk)
     before = [node for node in computed(graph, {}) if node in counted]
     saved_before = saved_bytes(graph, wide)

@@ -147,8 +147,7 @@ def check(interfaces: Mapping[str, Interface]) -> None:
     Raises:
         ImportError: naming this torch, and each interface that it lacks.
     """
-    found = (find(interface) for interface in interfaces.values() if interface.early)
-    problems = [problem for _, problem in found if problem]
+    problems = _lacking(interfaces)
     if problems:
         raise ImportError(_message(problems))
 
@@ -164,8 +163,14 @@ def looked_up(interfaces: Mapping[str, Interface], name: str) -> Any:
         raise AttributeError(f"torch_private has no attribute {name!r}")
     value, problem = find(interfaces[name])
     if problem:
-        raise ImportError(_message([problem]))
+        raise ImportError(_message(list(dict.fromkeys([problem, *_lacking(interfaces)]))))
     return value
+
+
+def _lacking(interfaces: Mapping[str, Interface]) -> list[str]:
+    """What is wrong with those that are needed to compile."""
+    found = (find(interface) for interface in interfaces.values() if interface.early)
+    return [problem for _, problem in found if problem]
 
 
 def find(interface: Interface) -> tuple[Any, str]:
@@ -174,11 +179,14 @@ def find(interface: Interface) -> tuple[Any, str]:
     lost = f"{interface.home} ({interface.why}; instead: {interface.when_gone})"
     try:
         module = importlib.import_module(module_name)
-        value = getattr(module, attribute, None)
-        if value is None:  # a module that its package does not import
-            value = importlib.import_module(f"{module_name}.{attribute}")
     except ImportError as error:
         return None, f"{lost}: {error}"
+    value = getattr(module, attribute, None)
+    if value is None:  # a module that its package does not import
+        try:
+            value = importlib.import_module(f"{module_name}.{attribute}")
+        except ImportError:
+            return None, lost
     absent = [name for name in interface.needs if not hasattr(value, name)]
     return value, f"{', '.join(absent)} of {lost}" if absent else ""
 

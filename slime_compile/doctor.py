@@ -27,7 +27,12 @@ INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
     (
         "torch",
         (2, 11),
-    ): "its other backends (inductor too) lose the gradient of an autograd.Function that works in place",
+    ): "its other backends (inductor too) lose the gradient of an autograd.Function that works "
+    "in place, and crash where several threads compile at once",
+    (
+        "torch",
+        (2, 12),
+    ): "its backends (inductor too) may raise in a thread that runs compiled code while another compiles",
 }
 """Releases with a fault that the tests found, and that a user meets beside this backend."""
 

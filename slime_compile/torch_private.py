@@ -16,6 +16,7 @@ from fx_passes import torch_private as graphs
 from fx_passes.torch_private import Interface
 
 if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
     from torch._C._profiler import _EventType as ProfilerEvent
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends import registry as backend_registry
@@ -64,8 +65,10 @@ __all__ = [
     "ProfilerEvent",
     "ShapeEnv",
     "TangentAOTInput",
+    "Tensor",
     "TorchDispatchMode",
     "TracingContext",
+    "UntypedStorage",
     "Variable",
     "aot_autograd",
     "backend_registry",
@@ -265,6 +268,18 @@ INTERFACES = {
         "torch:_debug_has_internal_overlap",
         "elements that share memory may not be overwritten",
         "compare size and stride",
+    ),
+    "Tensor": Interface(
+        "torch:Tensor",
+        "who else holds a tensor, what it is a view of, whether it was changed",
+        "see storage_use_count; deferred logits check that nobody changed their operands",
+        ("_use_count", "_base", "_version"),
+    ),
+    "UntypedStorage": Interface(
+        "torch:UntypedStorage",
+        "the storage that storage_use_count counts the holders of",
+        "see storage_use_count",
+        ("_cdata",),
     ),
     "storage_use_count": Interface(
         "torch._C:_storage_Use_Count",

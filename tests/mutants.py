@@ -1338,6 +1338,11 @@ MUTANTS = [
             "    if rule is not None and not rule(node, found):",
         ),
         (
+            "what no rule knows is not counted", "fuse.py", "../report/test_report.py logits_themselves",
+            'wide_values(walk) | unknown_values(walk)',
+            'wide_values(walk)',
+        ),
+        (
             "samples of different values are one", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
             'sets.setdefault(self._of_all(each), [])',
             'sets.setdefault(self._of_all(written[0]), [])',

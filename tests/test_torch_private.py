@@ -23,6 +23,19 @@ PUBLIC = {
 }
 """Underscored, but what everybody uses: pytrees, overloads, torch._dynamo.reset in texts."""
 
+PARTS = re.compile(r"\w+").findall
+MEMBERS = {
+    *("_member_map_", "_member_names_", "_value2member_map_"),  # of an Enum
+    *("_current_frames", "_getframe"),  # of sys
+    *("_c10d_functional", "_to_copy", "_unsafe_view"),  # operators
+    *("_backward_hooks", "_backward_pre_hooks"),  # of a module: torch has no public way to ask
+    "_codegen",  # of a graph, for its set_codegen
+    "_forward_impl",  # Megatron-core's
+    "_profiler_enabled",  # of torch.autograd
+    "_schema",  # of an operator
+}
+"""Of other objects than torch's interfaces, or what everybody uses."""
+
 
 def private_names(source: str) -> set[str]:
     """Modules imported from, and attributes of torch."""
@@ -47,6 +60,35 @@ def test_they_are_in_one_file() -> None:
         if path.name != "torch_private.py" and (names := private_names(path.read_text()))
     }
     assert elsewhere == {}
+
+
+def trees() -> list[ast.Module]:
+    files = (path for package in PACKAGES for path in package.rglob("*.py"))
+    return [ast.parse(path.read_text()) for path in files]
+
+
+def private_members(tree: ast.Module) -> set[str]:
+    """Those of other objects than `self`."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    private = (node for node in attributes if re.match(r"_(?!_)", node.attr))
+    return {node.attr for node in private if ast.unparse(node.value) not in ("self", "cls")}
+
+
+def our_members(tree: ast.Module) -> set[str]:
+    """Methods, and what is assigned to a `self`."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
+def test_private_members_are_told_too() -> None:
+    used = set().union(*map(private_members, trees()))
+    ours = set().union(*map(our_members, trees()))
+    told = {name for each in torch_private.INTERFACES.values() for name in each.needs}
+    homes = {part for each in torch_private.INTERFACES.values() for part in PARTS(each.home)}
+    assert used - ours - told - homes == MEMBERS
 
 
 def test_all_are_there_and_told_alike() -> None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.graph.facts import is_backward, same, shape_of, value
 from fx_passes.graph.operators import MATMULS, VIEWS, is_collective
-from fx_passes.graph.order import computed
+from fx_passes.graph.order import ancestors, computed, descendants
 from fx_passes.walk.results import Result
 from fx_passes.walk.walk import Walk
 
@@ -86,6 +86,23 @@ def wide_values(walk: Walk) -> set[Node]:
         if node not in roots
         and _is_stored(node)
         and (_is_known(meaning) or (node in refused and looks_wide(node, roots)))
+    }
+
+
+def unknown_values(walk: Walk) -> set[Node]:
+    """What else the user makes of the logits, or in backward beside their gradient, that is as wide as they are.
+
+    What logits are made of is not ours, nor what is done to their gradient once it has left.
+    """
+    roots, made = walk.account.softmax_roots, walk.context.emitter.made
+    reached = descendants(roots) - descendants(leaving_gradients(walk)) - ancestors(roots) - roots
+    known = {
+        node for node, meaning in walk.context.values.items() if isinstance(meaning, (Form, Mask))
+    }
+    return {
+        node
+        for node in reached - known
+        if not made(node) and _is_stored(node) and looks_wide(node, roots)
     }
 
 

@@ -36,6 +36,7 @@ class Frame:
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
 """Failures after which Dynamo runs the frame as plain Python; the others are raised."""
 
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[Frame, float] = {}
@@ -141,7 +142,10 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
     for each in metrics:
         code = _frame_number(each.compile_id)
         if each.co_name:
-            names[code] = (each.co_name, _place(each.co_filename, each.co_firstlineno))
+            names[code] = (
+                _written_name(each.co_name),
+                _place(each.co_filename, each.co_firstlineno),
+            )
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
             if _is_torchs(start):
@@ -168,7 +172,13 @@ def _why(reason: str) -> str:
 def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks for which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
-    return [Frame.found(metrics.co_name, place, summary(r)) for r in metrics.restart_reasons or ()]
+    name = _written_name(metrics.co_name)
+    return [Frame.found(name, place, summary(r)) for r in metrics.restart_reasons or ()]
+
+
+def _written_name(name: str | None) -> str:
+    """The user's function, where the frame is what Dynamo made of the rest of it, after a graph break."""
+    return _RESUMED.sub("", name or "a frame")
 
 
 def _ended(metrics: Any) -> float:

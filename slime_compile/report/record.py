@@ -194,7 +194,9 @@ class Record:
         return {**region, "graph": {**graph, **lists}}
 
     def publish(self) -> None:
-        """To the log (TORCH_LOGS="slime_compile"), and as an artifact for tlparse."""
+        """To the log (TORCH_LOGS="slime_compile"), and as an artifact for tlparse; once code from a cache has run."""
+        if not self.traced and not self.called:
+            return
         result = Report((self.result(),), breaks=tuple(filter(None, [self.ended_by])))
         log.info("%s", result)
         trace_structured(

@@ -31,11 +31,14 @@ print(json.dumps([r.to_dict() for r in slime_compile.reports()]))
 """
 
 
-def run_script(script: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+def run_script(
+    script: Path, cache: Path, *arguments: str, log: Path | None = None
+) -> list[dict[str, Any]]:
     """What the script prints in a process of its own."""
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    told = {"TORCH_LOGS": "slime_compile", "TORCH_LOGS_OUT": str(log)} if log else {}
     found: list[dict[str, Any]] = json.loads(
-        run_python(code, str(script), *arguments, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        run_python(code, str(script), *arguments, TORCHINDUCTOR_CACHE_DIR=str(cache), **told)
     )
     return found
 
@@ -44,7 +47,11 @@ def run_script(script: Path, cache: Path, *arguments: str) -> list[dict[str, Any
 def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
     script = tmp_path / "warm.py"
     script.write_text(WARM)
-    cold, warm = (run_script(script, tmp_path / "cache") for _ in range(2))
+    log = tmp_path / "torch.log"
+    cold, warm = (run_script(script, tmp_path / "cache", log=log) for _ in range(2))
+    said = log.read_text()
+    assert said.count("slime_fused: 2 fused operators in 1 graph") == 2
+    assert "not called yet" not in said
     assert [r["fused"] for r in cold] == [r["fused"] for r in warm] == [2, 0, 0]
     for report in (*cold, *warm):
         for graph in report["graphs"]:

@@ -288,6 +288,39 @@ def test_what_is_left_of_the_vocabulary_is_no_fused_loss() -> None:
     report.assert_fused(max_full_vocabulary=left)
 
 
+BESIDE: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "nothing": (lambda logits: logits.sum(), 0),
+    "sorted": (lambda logits: logits.sort(-1).values[:, :5].sum(), 3),  # values, numbers, gradient
+    "largest": (lambda logits: logits.topk(5).values.sum(), 1),
+    "summed up": (lambda logits: logits.cumsum(-1).cos().sum(), 3),
+}
+"""What is made of the logits beside their loss, and how many full-vocabulary values that leaves at least."""
+
+
+@pytest.mark.parametrize(("more", "left"), BESIDE.values(), ids=BESIDE)
+def test_what_is_made_of_the_logits_themselves_is_left(
+    more: Callable[[Tensor], Tensor], left: int
+) -> None:
+    report = explain(lambda logits, target: log_probs(logits, target).sum() + more(logits))(*data())
+    assert report.graphs[0].operators > 0
+    found = report.graphs[0].wide_after
+    assert found >= left
+    if left:
+        with pytest.raises(AssertionError, match=f"full-vocabulary values left, got {found}"):
+            report.assert_fused()
+    else:
+        report.assert_fused()
+
+
+def test_what_logits_are_made_of_and_what_becomes_of_their_gradient_is_not_left() -> None:
+    def loss(given: Tensor, target: Tensor) -> Tensor:
+        return log_probs(given.tanh().cos(), target)
+
+    report = explain(loss)(*data())
+    assert report.graphs[0].wide_after == 0
+    report.assert_fused()
+
+
 def test_a_graph_break_is_no_fused_loss() -> None:
     report = explain(broken)(*data())
     with pytest.raises(AssertionError, match="at most 0 graph breaks, got 1"):
@@ -377,6 +410,22 @@ def test_a_break_before_any_operator_is_in_the_reports() -> None:
     assert "item()" in first.breaks[0].reason
     assert first.breaks[0] in slime_compile.summary().breaks
     assert first.breaks[0] in graphs[-1].breaks, "Dynamo went on after it"
+
+
+@pytest.mark.filterwarnings("ignore:.*Graph break from")
+def test_a_break_in_the_rest_of_a_function_is_listed_once() -> None:
+    def twice_broken(logits: Tensor, target: Tensor) -> Tensor:
+        values = log_probs(logits, target)
+        torch._dynamo.graph_break()
+        scaled = values * 2
+        return Printed.apply(scaled)
+
+    torch._dynamo.reset()
+    torch.compile(twice_broken, backend="slime_fused", options=INTERPRETED)(*data())
+    found = [each for each in slime_compile.summary().breaks if "twice_broken" in each.name]
+    assert [each.name for each in found] == ["twice_broken", "twice_broken"]
+    assert "graph_break" in found[0].reason
+    assert "item()" in found[1].reason
 
 
 def test_a_summary_lists_what_is_about_the_vocabulary() -> None:
