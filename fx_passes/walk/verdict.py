@@ -140,5 +140,6 @@ def _is_known(meaning: Result) -> bool:
 
 
 def _is_stored(node: Node) -> bool:
-    tensor = isinstance(value(node), torch.Tensor)
-    return node.op == "call_function" and tensor and node.target not in VIEWS
+    """A tensor of its own, neither a view nor written over an input."""
+    own = node.target not in VIEWS and node.target is not torch.ops.aten.copy_.default
+    return node.op == "call_function" and own and isinstance(value(node), torch.Tensor)
