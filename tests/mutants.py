@@ -1343,6 +1343,11 @@ MUTANTS = [
             'wide_values(walk)',
         ),
         (
+            "the derivative of what logits are made of is counted", "walk/verdict.py", "../report/test_report.py made_of",
+            'and (node in added or not is_backward(node))',
+            'and True',
+        ),
+        (
             "samples of different values are one", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
             'sets.setdefault(self._of_all(each), [])',
             'sets.setdefault(self._of_all(written[0]), [])',

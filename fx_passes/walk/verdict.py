@@ -90,19 +90,21 @@ def wide_values(walk: Walk) -> set[Node]:
 
 
 def unknown_values(walk: Walk) -> set[Node]:
-    """What else the user makes of the logits, or in backward beside their gradient, that is as wide as they are.
+    """What else the user makes of the logits, or in backward adds to their gradient, that is as wide as they are.
 
-    What logits are made of is not ours, nor what is done to their gradient once it has left.
+    What logits are made of is not ours, nor its derivative, nor what is done to their gradient once it has left.
     """
     roots, made = walk.account.softmax_roots, walk.context.emitter.made
-    reached = descendants(roots) - descendants(leaving_gradients(walk)) - ancestors(roots) - roots
-    known = {
-        node for node, meaning in walk.context.values.items() if isinstance(meaning, (Form, Mask))
-    }
+    gone = leaving_gradients(walk)
+    added = ancestors(gone)
+    known = {node for node, found in walk.context.values.items() if isinstance(found, (Form, Mask))}
     return {
         node
-        for node in reached - known
-        if not made(node) and _is_stored(node) and looks_wide(node, roots)
+        for node in descendants(roots) - descendants(gone) - ancestors(roots) - roots - known
+        if not made(node)
+        and (node in added or not is_backward(node))
+        and _is_stored(node)
+        and looks_wide(node, roots)
     }
 
 
