@@ -1,9 +1,9 @@
 """What Dynamo did with the frames it was given: which it split, and which it left to Python.
 
 Entry points: `process_frames` and `breaks_without_graph` (this process so far), `Watch` (during one call),
-`graph_break` and `breaks_before` (one graph). A frame that Dynamo gives up has no graph, no graph break and only a log
-line; what remains is torch's own record per compiled frame, the last 64 of them. Frames of torch's own files (a hook
-of FSDP's) are nobody's loss.
+`graph_break` and `breaks_before` (one graph), `function_of`. A frame that Dynamo gives up has no graph, no graph break
+and only a log line; what remains is torch's own record per compiled frame, the last 64 of them. Frames of torch's own
+files (a hook of FSDP's) are nobody's loss.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ class Frame:
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
 """Failures after which Dynamo runs the frame as plain Python; the others are raised."""
 
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_|_at_\d+$")
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+(?=$| \()")
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[Frame, float] = {}
-_without_graph: dict[Frame, float] = {}
+_without_graph: dict[Frame, tuple[float, str]] = {}
 _restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
 """By compilation, then its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
 
@@ -57,7 +57,7 @@ def harvest() -> None:
             _restarts_of.setdefault(each.compile_id, {})[during] = restarts
             if not each.graph_op_count and not each.fail_type and not _is_torchs(each.co_filename):
                 for frame in restarts:
-                    _without_graph.setdefault(frame, _ended(each))
+                    _without_graph.setdefault(frame, (_ended(each), each.co_name or "a frame"))
 
 
 def process_frames() -> dict[Frame, float]:
@@ -66,8 +66,10 @@ def process_frames() -> dict[Frame, float]:
     return dict(_seen)
 
 
-def breaks_without_graph() -> dict[Frame, float]:
-    """Graph breaks before a frame's first operator, whatever backend they were meant for, and when (`time.time()`)."""
+def breaks_without_graph() -> dict[Frame, tuple[float, str]]:
+    """Graph breaks before a frame's first operator, whatever backend they were meant for, when (`time.time()`), and
+    Dynamo's name of the frame.
+    """
     harvest()
     return dict(_without_graph)
 
@@ -129,6 +131,15 @@ class Watch:
         dynamo_utils._compilation_metrics.extend(self._kept)
 
 
+def function_of(frame: str) -> str:
+    """The user's function, where Dynamo named the frame after what is left of it after a graph break.
+
+    Args:
+        frame: "name", or "name (file)".
+    """
+    return _RESUMED.sub(r"\1", frame)
+
+
 def summary(reason: str) -> str:
     """One of Dynamo's long explanations in a line: what happened, and its explanation where it has one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
@@ -142,10 +153,8 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
     for each in metrics:
         code = _frame_number(each.compile_id)
         if each.co_name:
-            names[code] = (
-                _written_name(each.co_name),
-                _place(each.co_filename, each.co_firstlineno),
-            )
+            start = _place(each.co_filename, each.co_firstlineno)
+            names[code] = (function_of(each.co_name), start)
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
             if _is_torchs(start):
@@ -172,13 +181,8 @@ def _why(reason: str) -> str:
 def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks for which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
-    name = _written_name(metrics.co_name)
+    name = function_of(metrics.co_name or "a frame")
     return [Frame.found(name, place, summary(r)) for r in metrics.restart_reasons or ()]
-
-
-def _written_name(name: str | None) -> str:
-    """The user's function, where the frame is what Dynamo made of the rest of it, after a graph break."""
-    return _RESUMED.sub("", name or "a frame")
 
 
 def _ended(metrics: Any) -> float:

@@ -4,7 +4,6 @@ Entry points: `reports`, one by one; `summary`, in one.
 """
 
 import dataclasses
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from slime_compile.dynamo.frames import (
     Frame,
     breaks_before,
     breaks_without_graph,
+    function_of,
     harvest,
     process_frames,
 )
@@ -44,30 +44,31 @@ def reports() -> list[Report]:
     (an exception while tracing, too many recompiles), which runs as plain eager code, and per graph break before a
     frame's first operator.
     """
-    lost = [(when, Report(python_frames=(frame,))) for frame, when in process_frames().items()]
-    split = [(when, Report(breaks=(frame,))) for frame, when in breaks_without_graph().items()]
-    graphs = [(each.time, _report(each)) for each in list(_records)]
-    every = sorted([*graphs, *lost, *split], key=lambda timed: timed[0])
-    return list(_with_earlier_breaks(report for _, report in every))
+    every = [
+        *((each.time, each.name, _report(each)) for each in list(_records)),
+        *((when, "", Report(python_frames=(f,))) for f, when in process_frames().items()),
+        *(
+            (when, f"{code} ({f.source.rpartition(':')[0]})", Report(breaks=(f,)))
+            for f, (when, code) in breaks_without_graph().items()
+        ),
+    ]
+    every.sort(key=lambda timed: timed[0])
+    return list(_with_earlier_breaks((name, report) for _, name, report in every))
 
 
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+( \(.*\))")
-"""Dynamo's name for what comes after a graph break in a function, and the file."""
+def _with_earlier_breaks(ordered: Iterable[tuple[str, Report]]) -> Iterator[Report]:
+    """What a function goes on with after a graph break is told of that break, too.
 
-
-def _with_earlier_breaks(ordered: Iterable[Report]) -> Iterator[Report]:
-    """What a function goes on with after a graph break is told of that break, too."""
+    Args:
+        ordered: reports, each with Dynamo's name of its frame, "name (file)".
+    """
     latest: dict[str, tuple[Frame, ...]] = {}
-    for report in ordered:
-        names = [g.name for g in report.graphs]
-        if not names:
-            names = [f"{f.name} ({f.source.rpartition(':')[0]})" for f in report.breaks]
-        functions = [_RESUMED.sub(r"\1\2", name) for name in names]
-        if functions != names:
-            earlier = (f for function in functions for f in latest.get(function, ()))
-            breaks = tuple(dict.fromkeys((*earlier, *report.breaks)))
+    for name, report in ordered:
+        function = function_of(name)
+        if function != name:
+            breaks = tuple(dict.fromkeys((*latest.get(function, ()), *report.breaks)))
             report = dataclasses.replace(report, breaks=breaks)
-        latest.update((function, report.breaks) for function in functions)
+        latest[function] = report.breaks
         yield report
 
 

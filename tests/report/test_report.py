@@ -413,6 +413,27 @@ def test_a_break_before_any_operator_is_in_the_reports() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Graph break from")
+def test_what_comes_after_two_breaks_is_told_of_both() -> None:
+    """Nothing is computed between them: the second is in no graph's end."""
+
+    def loss_at_3(logits: Tensor, target: Tensor) -> Tensor:
+        values = log_probs(logits, target)
+        torch._dynamo.graph_break()
+        return Printed.apply(logits) + values.exp()
+
+    torch._dynamo.reset()
+    known = len(slime_compile.reports())
+    torch.compile(loss_at_3, backend="slime_fused", options=INTERPRETED)(*data())
+    mine = [each.breaks for each in slime_compile.reports()[known:] if each.breaks]
+    assert [b.name for b in mine[0]] == ["loss_at_3"], "a name of the user's own"
+    assert len(mine) >= 3
+    for breaks in mine[1:]:
+        assert breaks[0] == mine[0][0]
+        assert [b.name for b in breaks] == ["loss_at_3"] * 2
+        assert "item()" in breaks[1].reason
+
+
+@pytest.mark.filterwarnings("ignore:.*Graph break from")
 def test_a_break_in_the_rest_of_a_function_is_listed_once() -> None:
     def twice_broken(logits: Tensor, target: Tensor) -> Tensor:
         values = log_probs(logits, target)
