@@ -44,6 +44,7 @@ def reports() -> list[Report]:
     (an exception while tracing, too many recompiles), which runs as plain eager code, and per graph break before a
     frame's first operator.
     """
+    harvest()
     every = [
         *((each.time, each.name, _report(each)) for each in list(_records)),
         *((when, "", Report(python_frames=(f,))) for f, when in process_frames().items()),
