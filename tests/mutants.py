@@ -1348,6 +1348,11 @@ MUTANTS = [
             'and True',
         ),
         (
+            "samples of two dtypes are added in any order", "linear/samples.py", "test_linear_in_forward.py put_together",
+            'isinstance(arg, Node) and value(arg).dtype == dtype for',
+            'isinstance(arg, Node) for',
+        ),
+        (
             "samples of different values are one", "linear/in_forward.py", "test_linear_in_forward.py wait or put_together",
             'sets.setdefault(self._of_all(each), [])',
             'sets.setdefault(self._of_all(written[0]), [])',

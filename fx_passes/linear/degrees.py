@@ -1,7 +1,7 @@
 """How a value depends on the number that backward brings: not at all, or as a multiple of it.
 
-Entry points: `Units`, the values that no logits are in, `degree_of_result`, of a pointwise operator, and
-`degree_of_sum`. The gradient can be taken in forward of multiples only, with 1 in that number's place.
+Entry points: `Units`, the values that no logits are in, and `degree_of_result`, of a pointwise operator. The gradient
+can be taken in forward of multiples only, with 1 in that number's place.
 """
 
 from __future__ import annotations
@@ -71,23 +71,20 @@ class Units:
         return degree_of_result(node, found)
 
 
-def degree_of_result(node: Node, found: Sequence[str]) -> str:
-    """The degree of a pointwise result of operands of the degrees `found`."""
+def degree_of_result(node: Node, found: Sequence[str], operator: Any = None) -> str:
+    """The degree of a pointwise result of operands of the degrees `found`.
+
+    Args:
+        operator: that of the result, if not that of `node`, whose line is told.
+    """
+    target = operator or node.target
     if MULTIPLE not in found:
-        zero = node.target in _HOMOGENEOUS and ZERO in found
-        return ZERO if zero and _zero_result(node.target, found) else PLAIN
-    rule = _HOMOGENEOUS.get(node.target)
+        zero = target in _HOMOGENEOUS and ZERO in found
+        return ZERO if zero and _zero_result(target, found) else PLAIN
+    rule = _HOMOGENEOUS.get(target)
     if rule is None or not rule(node, found):
         raise NotInForward(f"{line_of(node)} is not linear in the loss's gradient")
-    return PLAIN if node.target in _COMPARED else MULTIPLE
-
-
-def degree_of_sum(node: Node, found: Sequence[str]) -> str:
-    """The degree of a sum of terms of the degrees `found`."""
-    kinds = set(found) - {ZERO}
-    if len(kinds) > 1:
-        raise NotInForward(f"{line_of(node)} is not linear in the loss's gradient")
-    return kinds.pop() if kinds else ZERO
+    return PLAIN if target in _COMPARED else MULTIPLE
 
 
 def _both(node: Node, found: Sequence[str]) -> bool:

@@ -45,7 +45,6 @@ from fx_passes.linear.degrees import (
     NotInForward,
     Units,
     degree_of_result,
-    degree_of_sum,
     line_of,
 )
 from fx_passes.linear.samples import Part, Written, addends, are_all, part_of
@@ -294,9 +293,9 @@ class _Builder:
         return self._add(["call", str(aten.neg.default), [{"value": at}], {}], self._degrees[at])
 
     def _plus(self, left: int, right: int, node: Node) -> int:
-        degree = degree_of_sum(node, [self._degrees[left], self._degrees[right]])
-        args = [{"value": left}, {"value": right}]
-        return self._add(["call", str(aten.add.Tensor), args, {}], degree)
+        add = aten.add.Tensor
+        degree = degree_of_result(node, [self._degrees[left], self._degrees[right]], add)
+        return self._add(["call", str(add), [{"value": left}, {"value": right}], {}], degree)
 
     def _are_whole(self, found: Sequence[Written], node: Node) -> bool:
         """Whether they are, in this order, the parts of all rows."""

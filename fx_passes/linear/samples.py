@@ -68,12 +68,10 @@ def addends(node: Node, moving: Set[Node]) -> tuple[list[Written], list[Addend]]
     waiting = [Addend(node, 1)]
     while waiting:
         each = waiting.pop()
-        part = _written(each)
-        if each.node not in moving:
-            others.append(each)
-        elif part is not None:
+        part = _written(each) if each.node in moving else None
+        if part is not None:
             written.append(part)
-        elif _is_sum(each.node):
+        elif each.node in moving and _is_sum(each.node):
             signs = zip(each.node.args, _SIGNS[each.node.target], strict=True)
             waiting += [Addend(arg, each.sign * sign) for arg, sign in signs]  # type: ignore[arg-type]
         else:
@@ -82,8 +80,11 @@ def addends(node: Node, moving: Set[Node]) -> tuple[list[Written], list[Addend]]
 
 
 def _is_sum(node: Node) -> bool:
-    of_nodes = all(isinstance(arg, Node) for arg in node.args)
-    return node.target in _SIGNS and of_nodes and not node.kwargs
+    """A sum of one dtype: in another order it would be rounded otherwise."""
+    if node.target not in _SIGNS or node.kwargs:
+        return False
+    dtype = value(node).dtype
+    return all(isinstance(arg, Node) and value(arg).dtype == dtype for arg in node.args)
 
 
 def _written(addend: Addend) -> Written | None:

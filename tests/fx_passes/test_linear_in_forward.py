@@ -371,6 +371,12 @@ OTHERWISE: dict[str, Weights] = {
     "rounded": lambda one, other, _: (
         _home(one, 0, torch.bfloat16) + _home(other, 1, torch.bfloat16)
     ).float(),
+    "of two dtypes": lambda one, other, _: (
+        _home(one.bfloat16(), 0, torch.bfloat16)
+        + torch.stack([one, other])
+        + _home(other.bfloat16(), 1, torch.bfloat16)
+        + torch.stack([one, other]).bfloat16()
+    ),
     "pairs": lambda one, other, _: torch.stack(
         [(each[:, None] - each).tanh().sum(-1) for each in (one, other)]
     ),
