@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from torch._guards import detect_fake_mode
     from torch._inductor import inductor_prims
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed import _functional_collectives as functional_collectives
     from torch.distributed.distributed_c10d import _get_group_size_by_name as group_size_by_name
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERFACES",
+    "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
     "GradAOTOutput",
@@ -69,6 +70,11 @@ class Interface:
 
 
 INTERFACES = {
+    "FakeTensor": Interface(
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "the value of a node that a pass adds, where torch's own way to it is ten times slower",
+        "run the operator under the FakeTensorMode",
+    ),
     "FakeTensorMode": Interface(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "shape and dtype of every node that a pass adds; dry runs at any size",

@@ -868,6 +868,21 @@ MUTANTS = [
             "        if below is None:",
         ),
         (
+            "what is laid out with gaps has results with gaps", "graph/fakes.py", "graph/test_fakes.py",
+            "    return first if first.is_contiguous() else None",
+            "    return first",
+        ),
+        (
+            "arithmetic of integers gives integers", "graph/fakes.py", "graph/test_fakes.py",
+            "not first.is_floating_point() or ",
+            "",
+        ),
+        (
+            "arithmetic of two dtypes gives the first", "graph/fakes.py", "graph/test_fakes.py",
+            "(arg.dtype, arg.device, arg.shape, arg.stride()) != described",
+            "(arg.device, arg.shape, arg.stride()) != described[1:]",
+        ),
+        (
             "two inputs of one storage", "inplace.py", "test_inplace.py",
             "    if len(owners) > 1:",
             "    if False:",

@@ -27,6 +27,7 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
+from fx_passes.graph.fakes import result_of
 from fx_passes.graph.operators import RESHAPES, Target, is_pure
 from fx_passes.torch_private import FakeTensorMode, FloorDiv
 
@@ -80,9 +81,7 @@ class Emitter:
         key = self._key(target, args, kwargs)
         if key in self._shared:
             return self._shared[key]
-        with self.fake_mode:
-            fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-            result = target(*fake_args, **fake_kwargs)
+        result = result_of(self.fake_mode, target, *torch.fx.map_arg((args, kwargs), value))
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = result
         node.meta["slime_fused"] = True
