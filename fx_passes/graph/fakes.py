@@ -39,7 +39,7 @@ def result_of(
         return target(*args, **kwargs)
 
 
-def _all_alike(args: Sequence[Any]) -> FakeTensor | None:
+def _all_alike(args: Sequence[Any]) -> torch.Tensor | None:
     """One of the tensors, where all are of a dtype of floats, sizes are numbers, and layouts equal and without gaps."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if not tensors or any(type(arg) not in (FakeTensor, int, float) for arg in args):
