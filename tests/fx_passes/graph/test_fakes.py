@@ -10,8 +10,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fx_passes.graph import fakes
 from fx_passes.torch_private import FakeTensor, FakeTensorMode
 
-BINARY = [op for op in fakes._ARITHMETIC if len(op._schema.arguments) > 1]
-UNARY = [op for op in fakes._ARITHMETIC if op not in BINARY]
+TARGETS = sorted(fakes._ARITHMETIC, key=str)  # alike in every worker
+BINARY = [op for op in TARGETS if len(op._schema.arguments) > 1]
+UNARY = [op for op in TARGETS if op not in BINARY]
 
 ones = torch.ones
 PAIRS = {
