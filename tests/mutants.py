@@ -868,6 +868,21 @@ MUTANTS = [
             "        if below is None:",
         ),
         (
+            "what is put where it is NaN may be finite", "rules/guards.py", "test_nan_masks.py",
+            "    if infinite and isinstance(outside, Form)",
+            "    if isinstance(outside, Form)",
+        ),
+        (
+            "rows of NaN may be weighted with zero", "rules/guards.py", "test_nan_masks.py",
+            " and _is_nan_too(c, mask.form, outside):",
+            ":",
+        ),
+        (
+            "a weighted p log p is NaN where p log p is", "rules/operands.py", "test_nan_masks.py",
+            " and bool(factor.as_number())",
+            "",
+        ),
+        (
             "what is laid out with gaps has results with gaps", "graph/fakes.py", "graph/test_fakes.py",
             "    return first if first.is_contiguous() else None",
             "    return first",

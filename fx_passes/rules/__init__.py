@@ -53,9 +53,12 @@ RULES: dict[Target, Rule] = {
     aten.ne.Scalar: guards.compare(guards.is_not_zero),
     aten.gt.Scalar: guards.compare(guards.above),  # p > 0; x > finfo.min
     aten.ge.Scalar: guards.compare(guards.at_least),  # x >= finfo.min
+    aten.le.Scalar: guards.compare(guards.at_most),  # p <= 0
     aten.eq.Tensor: Starts(guards.equals),  # [v == index]
     aten.isnan.default: guards.isnan,
     aten.isinf.default: guards.isinf,  # log p == -inf
+    aten.bitwise_and.Tensor: guards.both,  # p == 0 and p <= 0
+    aten.logical_and.default: guards.both,
     aten.logical_not.default: guards.invert,
     aten.bitwise_not.default: guards.invert,
     aten.where.self: guards.where,  # m W + (1 - m) U over rows; W + [v == i] (U[i] - W[i]); the guarded limit

@@ -15,7 +15,7 @@ from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE
 from fx_passes.rules.indices import counting_axis, is_integer
-from fx_passes.rules.operands import form_beside, masked_column, pair
+from fx_passes.rules.operands import form_beside, masked_column, nan_by_row, no_softmax, pair
 from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -42,6 +42,8 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
         if isinstance(other, Node):
             poly = c.rows.operand(other, 0)
             number = poly.as_number() if poly is not None else None
+        if isinstance(operand, Form) and operand.is_row and number is not None:
+            return _compare_rows(c, node, operand)
         if isinstance(operand, Form) and number is not None:
             known = None if operand.clamped else guards(c, node, operand, number)
             if known is not None:
@@ -49,6 +51,17 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
         raise Refused("a comparison over the vocabulary that is not a known guard")
 
     return rule
+
+
+def _compare_rows(c: Context, node: Node, form: Form) -> Mask:
+    """Of a number per row that the program has spread over the vocabulary: compared before that."""
+    rows = node.args[0]
+    while isinstance(rows, Node) and rows.target is aten.expand.default:
+        rows = rows.args[0]
+    if not isinstance(rows, Node) or isinstance(c.read(rows), (Form, Mask)):
+        raise Refused("a comparison over the vocabulary that is not a known guard")
+    c.operand(rows, form)
+    return Mask(Guard.ROW, form, index=c.emitter.call(node.target, rows, node.args[1]))
 
 
 def is_zero(c: Context, node: Node, form: Form, number: float) -> Seen | None:
@@ -79,6 +92,12 @@ def above(c: Context, node: Node, form: Form, number: float) -> Seen | None:
     return Guard.LOWEST if number == lowest else Guard.MINUS_INF, True
 
 
+def at_most(c: Context, node: Node, form: Form, number: float) -> Seen | None:
+    """`p <= 0`, of a `p` that may not be negative."""
+    seen = above(c, node, form, number) if form.is_exp else None
+    return None if seen is None else (seen[0], not seen[1])
+
+
 def _lowest(node: Node, form: Form) -> float:
     """The smallest finite number in the dtype of what is compared, or of the logits, where that is narrower."""
     dtypes = [value(each).dtype for each in (node.args[0], form.x) if each is not None]
@@ -104,6 +123,15 @@ def _is_log_probs(c: Context, form: Form) -> bool:
         return False
     stats = c.stats(form, form.f)
     return form.e == -(stats.max + stats.log_sum)
+
+
+def both(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    """Of two guards that say the same: torch's derivative of xlogy asks for `p == 0` and `p <= 0`."""
+    if not isinstance(left, Mask) or not isinstance(right, Mask):
+        raise Refused("a logical operator on a full-vocabulary value")
+    if left != replace(right, at_nan=left.at_nan):
+        raise Refused("a logical operator on two masks over the vocabulary")
+    return replace(left, at_nan=left.at_nan and right.at_nan)
 
 
 def invert(c: Context, node: Node, operand: Operand) -> Result:
@@ -159,10 +187,37 @@ def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Op
     if isinstance(condition, Form):
         raise Refused("a full-vocabulary value is used as a condition")
     if isinstance(condition, Mask):
+        inside = node.args[1]
         if condition.negated:
             condition, chosen, other = condition.invert(), other, chosen
+            inside = node.args[2]
+        condition, chosen = _chosen_within(c, condition, inside, chosen, other)
+        if condition.guard is Guard.ROW:
+            return _where_rows(c, node, condition.index, chosen, other)
         return _where_guard(c, node, condition, chosen, other)
     return _where_rows(c, node, condition, chosen, other)
+
+
+def _chosen_within(
+    c: Context, mask: Mask, place: object, inside: Operand, outside: Operand
+) -> tuple[Mask, Operand]:
+    """What a choice by the same guard in the place of `inside` takes (torch's entr: 0 where p == 0, else -inf).
+
+    Where the compared value is NaN it may take what is not finite, if `outside` is NaN there: as good.
+    """
+    if not isinstance(place, Node) or place.target is not aten.where.self:
+        return mask, inside
+    within, taken, left = map(c.read, place.args)
+    if isinstance(within, Mask) and within.negated:
+        within, taken, left = within.invert(), left, taken
+    if not isinstance(within, Mask) or within != replace(mask, at_nan=within.at_nan):
+        return mask, inside
+    if within.at_nan == mask.at_nan:
+        return mask, taken
+    infinite = is_infinite(form_beside(c, left, mask.form))
+    if infinite and isinstance(outside, Form) and _is_nan_too(c, mask.form, outside):
+        return replace(mask, at_nan=False), taken
+    return mask, inside
 
 
 def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: Operand) -> Result:
@@ -179,10 +234,13 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
     if mask.guard is Guard.COLUMN:
         return _at_column(c, mask, left, right)
     constant = left.e.as_number() if left.is_row else None
-    if mask.guard is Guard.NAN and constant is not None and math.isnan(constant):
+    if mask.guard is Guard.NAN and (left == mask.form or _is_nan(constant)):
         if _is_nan_too(c, mask.form, right):
             return right
-        raise Refused("where another value is NaN, NaN is put")
+        return _nan_in_rows(c, mask.form, right)
+    if mask.guard is Guard.NAN and constant == 0 and right == mask.form and nan_by_row(c, right):
+        rows = c.emitter.call(aten.eq.Scalar, no_softmax(c, right), 0)
+        return scaled(right, Poly.atom(c.rows.place(c.emitter.cast(rows, dtype_of(right)))))
     if mask.guard in _LIMITS and constant == 0 and right.is_exp:
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
             return _beside_guarded_rows(c, mask, right)
@@ -205,6 +263,18 @@ def _is_nan_too(c: Context, guarded: Form, form: Form) -> bool:
     (mine,), (theirs,) = form.exps, guarded.exps
     same_softmax = (mine.scale, mine.shift) == (theirs.scale, theirs.shift)
     return same_softmax and bool(mine.a.as_number() or mine.b.as_number())
+
+
+def _is_nan(number: float | None) -> bool:
+    return number is not None and math.isnan(number)
+
+
+def _nan_in_rows(c: Context, guarded: Form, form: Form) -> Form:
+    """`form`, and NaN in the rows where the softmax that is guarded is."""
+    softmax = nan_by_row(c, guarded) and guarded.exps[0].b.is_zero
+    if not softmax or not form.is_affine or form.x not in (None, guarded.x):
+        raise Refused("where another value is NaN, NaN is put")
+    return form.with_(x=guarded.x, e=form.e + Poly.atom(no_softmax(c, guarded)))
 
 
 def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:

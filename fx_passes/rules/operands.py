@@ -11,6 +11,7 @@ from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand
+from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
 
@@ -27,11 +28,38 @@ def form_beside(c: Context, operand: Operand, like: Form) -> Form:
 
 
 def mask_form(c: Context, mask: Mask) -> Form:
-    """A column mask counts as one at its column."""
+    """1 where the mask holds: at a row's column, in some of the rows, or of what is not NaN, where p is not 0."""
+    if mask.guard is Guard.NAN and mask.negated and nan_by_row(c, mask.form):
+        (term,) = mask.form.exps
+        nan = c.emitter.call(aten.isnan.default, no_softmax(c, mask.form))
+        rows = c.emitter.cast(c.emitter.call(aten.logical_not.default, nan), dtype_of(mask.form))
+        beside = None if term.b.is_zero else (term.scale, term.shift)
+        return mask.form.with_(exps=(), e=Poly.atom(rows), beside=beside)
+    if mask.guard is Guard.ROW:
+        assert mask.index is not None, mask
+        rows = c.emitter.call(aten.logical_not.default, mask.index) if mask.negated else mask.index
+        rows = c.emitter.align(c.emitter.cast(rows, torch.float32), len(mask.form.shape))
+        return mask.form.with_(e=Poly.atom(rows))
     if mask.guard is not Guard.COLUMN or mask.negated:
         raise Refused(f"a mask is used as a number: {mask.guard.value}")
     index, hit = masked_column(c, mask)
     return mask.form.with_(x=None, exps=(), e=ZERO, f=ZERO, hots=(OneHot((index,), hit),))
+
+
+def no_softmax(c: Context, form: Form) -> Node:
+    """0 for each row, NaN for one without a softmax, of a form that `nan_by_row` is true of."""
+    return c.nothing(form, c.stats(form, form.exps[0].scale))
+
+
+def nan_by_row(c: Context, form: Form) -> bool:
+    """`k p` or `k p log(p)`: NaN in all of a row or nowhere, but for the second where p is 0, which may be NaN, too."""
+    if not form.is_exp or len(form.exps) != 1:
+        return False
+    (term,) = form.exps
+    plain = term.b.is_zero or term.a == -(term.b * term.shift)
+    stats = c.stats(form, term.scale)
+    factor = term.a if term.b.is_zero else term.b
+    return plain and term.shift == stats.max + stats.log_sum and bool(factor.as_number())
 
 
 def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:

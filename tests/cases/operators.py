@@ -316,6 +316,17 @@ def inverted(target: Any) -> Case:
     return lambda m: m.call(target, columns_equal(m) if m.one(False, True) else m.mask(m.wide()))
 
 
+def both(target: Any) -> Case:
+    def case(m: Making) -> Node:
+        p = m.call(aten.exp.default, m.wide()) if m.one(True, True, False) else m.wide()
+        first = m.call(m.one(aten.eq.Scalar, aten.le.Scalar), p, 0.0)
+        compared = m.wide() if m.rarely() else p
+        again = m.one(aten.le.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.gt.Scalar)
+        return m.call(target, first, m.call(again, compared, 0.0))
+
+    return case
+
+
 def where(m: Making) -> Node:
     x = m.wide()
     if m.rarely():  # the guard that people write, of a value or of another
@@ -721,9 +732,12 @@ CASES: dict[Any, Case] = {
     aten.ne.Scalar: compare(aten.ne.Scalar),
     aten.gt.Scalar: compare(aten.gt.Scalar),
     aten.ge.Scalar: compare(aten.ge.Scalar),
+    aten.le.Scalar: compare(aten.le.Scalar),
     aten.eq.Tensor: equals,
     aten.isnan.default: unary(aten.isnan.default),
     aten.isinf.default: infinite,
+    aten.bitwise_and.Tensor: both(aten.bitwise_and.Tensor),
+    aten.logical_and.default: both(aten.logical_and.default),
     aten.logical_not.default: inverted(aten.logical_not.default),
     aten.bitwise_not.default: inverted(aten.bitwise_not.default),
     aten.where.self: where,

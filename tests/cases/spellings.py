@@ -973,15 +973,27 @@ def entropy_eps(logits: Tensor) -> Outputs:
     return (-(probs * torch.log(probs + 1e-3)).sum(-1),)
 
 
-@spelling("guarded entropy", fused=None)
+@spelling("guarded entropy")
 def entropy_xlogy(logits: Tensor) -> Outputs:
     probs = logits.float().softmax(-1)
     return (-torch.xlogy(probs, probs).sum(-1),)
 
 
-@spelling("guarded entropy", fused=None)
+@spelling("guarded entropy")
 def entropy_special(logits: Tensor) -> Outputs:
     return (torch.special.entr(logits.float().softmax(-1)).sum(-1),)
+
+
+@spelling("guarded entropy")
+def entropy_nansum(logits: Tensor) -> Outputs:
+    log_probs = logits.float().log_softmax(-1)
+    return (-torch.nansum(log_probs.exp() * log_probs, -1),)
+
+
+@spelling("guarded entropy")
+def entropy_nansum_of_probs(logits: Tensor) -> Outputs:
+    probs = logits.float().softmax(-1)
+    return (-(probs * probs.log()).nansum(-1),)
 
 
 @spelling("vocabulary in chunks", fused=None)

@@ -289,6 +289,11 @@ def _(s: Scratch, x: Node) -> None:
 short("a logical operator on a full-vocabulary value", aten.logical_not.default)
 
 
+@refused("a logical operator on two masks over the vocabulary")
+def _(s: Scratch, x: Node) -> None:
+    s.call(aten.logical_and.default, zero_mask(s, x), column_mask(s))
+
+
 @refused("a mask chooses between two values: the probability is zero")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, zero_mask(s, x), number(s, torch.inf), exponential(s, x))
