@@ -879,8 +879,8 @@ MUTANTS = [
         ),
         (
             "a weighted p log p is NaN where p log p is", "rules/operands.py", "test_nan_masks.py",
-            " and bool(factor.as_number())",
-            "",
+            "    if not plain or not factor.as_number():",
+            "    if not plain:",
         ),
         (
             "what is laid out with gaps has results with gaps", "graph/fakes.py", "graph/test_fakes.py",

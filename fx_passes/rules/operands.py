@@ -57,9 +57,11 @@ def nan_by_row(c: Context, form: Form) -> bool:
         return False
     (term,) = form.exps
     plain = term.b.is_zero or term.a == -(term.b * term.shift)
-    stats = c.stats(form, term.scale)
     factor = term.a if term.b.is_zero else term.b
-    return plain and term.shift == stats.max + stats.log_sum and bool(factor.as_number())
+    if not plain or not factor.as_number():
+        return False
+    stats = c.stats(form, term.scale)
+    return term.shift == stats.max + stats.log_sum
 
 
 def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:
