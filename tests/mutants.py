@@ -1199,8 +1199,23 @@ MUTANTS = [
         ),
         (
             "a softmax of NaN sums to its weight", "walk/context.py", "test_soundness.py softmax_of_a_weight",
-            "        if self.statistics.any_in(poly) or any(map(self.rows.is_mass, poly.atoms())):",
-            "        if poly.as_number() is None:",
+            "            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:",
+            "            if factor.as_number() is None or not (stats.max + stats.log_sum - term.shift).is_zero:",
+        ),
+        (
+            "a mean of other rows shows NaN", "walk/context.py", "test_nan_masks.py",
+            "            if not any(rows <= self.rows.placed_in(monomial) for rows in means)",
+            "            if not means",
+        ),
+        (
+            "a sum of exponentials is that of a softmax", "walk/context.py", "test_soundness.py",
+            "            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:",
+            "            if factor.is_zero:",
+        ),
+        (
+            "a row mask chooses between what is no form", "rules/guards.py", "test_nan_masks.py form",
+            "                chosen = form_beside(c, chosen, condition.form)\n",
+            "                pass\n",
         ),
         (
             "bfloat16 is as fine as float16", "rules/pointwise.py", "test_soundness.py rounded_stay",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused
-from fx_passes.algebra.forms import Form, Mask
-from fx_passes.graph.facts import is_float_tensor, same, shape_of
+from fx_passes.algebra.forms import Form, Guard, Mask
+from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
 from fx_passes.rules.operands import is_constant
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result
@@ -38,10 +39,11 @@ def ones_like(c: Context, node: Node, like: Operand, **_: object) -> Result:
 
 
 def expand(c: Context, node: Node, operand: Operand, sizes: object, **_: object) -> Result:
-    """A row scalar spread over the vocabulary; a form keeps its rows."""
+    """A row scalar or a row mask spread over the vocabulary; a form keeps its rows."""
     if isinstance(operand, (Form, Mask)):
         return _expanded_form(c, node, operand)
-    if not isinstance(operand, Node) or not is_float_tensor(node):
+    is_mask = value(node).dtype is torch.bool
+    if not isinstance(operand, Node) or not (is_mask or is_float_tensor(node)):
         return None
     shape, was = shape_of(node), shape_of(operand)
     was = (1,) * (len(shape) - len(was)) + was
@@ -50,7 +52,8 @@ def expand(c: Context, node: Node, operand: Operand, sizes: object, **_: object)
     if not wide:
         return None
     form = Form(shape, len(shape) - 1 if len(shape) - 1 in wide else wide[-1])
-    return form.with_(e=c.operand(operand, form))
+    number = c.operand(operand, form)
+    return Mask(Guard.ROW, form, index=operand) if is_mask else form.with_(e=number)
 
 
 def _expanded_form(c: Context, node: Node, operand: Form | Mask) -> Result:

@@ -15,7 +15,14 @@ from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE
 from fx_passes.rules.indices import counting_axis, is_integer
-from fx_passes.rules.operands import form_beside, masked_column, nan_by_row, no_softmax, pair
+from fx_passes.rules.operands import (
+    form_beside,
+    masked_column,
+    masked_rows,
+    nan_by_row,
+    no_softmax,
+    pair,
+)
 from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -127,11 +134,35 @@ def _is_log_probs(c: Context, form: Form) -> bool:
 
 def both(c: Context, node: Node, left: Operand, right: Operand) -> Result:
     """Of two guards that say the same: torch's derivative of xlogy asks for `p == 0` and `p <= 0`."""
-    if not isinstance(left, Mask) or not isinstance(right, Mask):
-        raise Refused("a logical operator on a full-vocabulary value")
+    if not isinstance(left, Mask) or not isinstance(right, Mask) or left.guard is Guard.ROW:
+        return _logical(c, node, left, right)
     if left != replace(right, at_nan=left.at_nan):
         raise Refused("a logical operator on two masks over the vocabulary")
     return replace(left, at_nan=left.at_nan and right.at_nan)
+
+
+def either(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    return _logical(c, node, left, right)
+
+
+def _logical(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    """Of two row masks: the operator itself, before they are spread over the vocabulary."""
+    mask = left if isinstance(left, Mask) else right
+    if not isinstance(mask, Mask) or value(node).dtype is not torch.bool:
+        raise Refused("a logical operator on a full-vocabulary value")
+    one, two = (_row_mask(c, each, mask.form) for each in (left, right))
+    return Mask(Guard.ROW, mask.form, index=c.emitter.call(node.target, one, two))
+
+
+def _row_mask(c: Context, operand: Operand, form: Form) -> Node:
+    if isinstance(operand, Mask):
+        if operand.guard is not Guard.ROW or not same_shape(operand.form.shape, form.shape):
+            raise Refused("a logical operator on two masks over the vocabulary")
+        operand = masked_rows(c, operand)
+    if not isinstance(operand, Node):
+        raise Refused("a logical operator on a full-vocabulary value")
+    c.operand(operand, form)
+    return c.emitter.align(operand, len(form.shape))
 
 
 def invert(c: Context, node: Node, operand: Operand) -> Result:
@@ -193,6 +224,8 @@ def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Op
             inside = node.args[2]
         condition, chosen = _chosen_within(c, condition, inside, chosen, other)
         if condition.guard is Guard.ROW:
+            if not isinstance(chosen, (Form, Mask)) and not isinstance(other, (Form, Mask)):
+                chosen = form_beside(c, chosen, condition.form)
             return _where_rows(c, node, condition.index, chosen, other)
         return _where_guard(c, node, condition, chosen, other)
     return _where_rows(c, node, condition, chosen, other)

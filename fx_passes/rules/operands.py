@@ -36,9 +36,8 @@ def mask_form(c: Context, mask: Mask) -> Form:
         beside = None if term.b.is_zero else (term.scale, term.shift)
         return mask.form.with_(exps=(), e=Poly.atom(rows), beside=beside)
     if mask.guard is Guard.ROW:
-        assert mask.index is not None, mask
-        rows = c.emitter.call(aten.logical_not.default, mask.index) if mask.negated else mask.index
-        rows = c.emitter.align(c.emitter.cast(rows, torch.float32), len(mask.form.shape))
+        rows = c.emitter.cast(masked_rows(c, mask), torch.float32)
+        rows = c.emitter.align(rows, len(mask.form.shape))
         return mask.form.with_(e=Poly.atom(rows))
     if mask.guard is not Guard.COLUMN or mask.negated:
         raise Refused(f"a mask is used as a number: {mask.guard.value}")
@@ -73,6 +72,12 @@ def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:
     zero = c.emitter.full([], 0, torch.int64, index)
     hit = c.rows.place(c.emitter.cast(hits, torch.float32))
     return c.emitter.where(hits, index, zero), Poly.atom(hit)
+
+
+def masked_rows(c: Context, mask: Mask) -> Node:
+    """The condition per row of a row mask."""
+    assert mask.index is not None, mask
+    return c.emitter.call(aten.logical_not.default, mask.index) if mask.negated else mask.index
 
 
 def pair(c: Context, node: Node, left: Operand, right: Operand) -> tuple[Form, Form]:

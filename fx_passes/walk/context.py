@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.algebra.arithmetic import Refused
-from fx_passes.algebra.forms import Form
+from fx_passes.algebra.forms import Exp, Form
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.emit import Emitter
@@ -161,16 +161,27 @@ class Context:
         whose factors are zero in a row is not looked at there.
         """
         number = self.emit_rows(poly, form, node)
-        if self.statistics.any_in(poly) or any(map(self.rows.is_mass, poly.atoms())):
-            return number
-        result, zero = Poly.atom(number), self.emit_rows(ZERO, form, number)
+        result = Poly.atom(number)
         for term in form.exps:
-            nothing = self.nothing(form, self.stats(form, term.scale))
-            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))
+            stats, factor = self.stats(form, term.scale), self._without_mean(term)
+            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:
+                continue  # a mean, or the sum of exponentials that is multiplied with, shows such a row
+            nothing, zero = self.nothing(form, stats), self.emit_rows(ZERO, form, number)
+            result += Poly.atom(self.where_any([factor], nothing, zero))
         total = self.emit_rows(result, form, number)
         if total is not number:
             self.rows.meanings[total] = poly
         return total
+
+    def _without_mean(self, term: Exp) -> Poly:
+        """What of the factor `a` is not zero in some row where no mean is in the sum, since `b` is zero there."""
+        means = list(map(self.rows.placed_in, term.b.terms))
+        hidden = {
+            monomial: number
+            for monomial, number in term.a.terms.items()
+            if not any(rows <= self.rows.placed_in(monomial) for rows in means)
+        }
+        return Poly(hidden)
 
     def nothing(self, form: Form, stats: Stats) -> Node:
         """0 for each row, NaN for one that has no softmax."""

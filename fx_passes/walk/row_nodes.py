@@ -67,6 +67,10 @@ class RowNodes:
         """Whether a part of it is zero outside its rows."""
         return any(atom in self.zero_outside for atom in poly.atoms())
 
+    def placed_in(self, monomial: Monomial) -> set[Node]:
+        """The factors that are zero outside their rows."""
+        return {atom for atom, power in monomial if power > 0 and self._is_placed(atom)}
+
     def emit(self, poly: Poly, dtype: torch.dtype) -> Node | float:
         """The node that computes `poly` in `dtype`; a number if no row scalar is in it."""
         number = poly.as_number()
@@ -183,9 +187,8 @@ class RowNodes:
 
     def zero_where_placed(self, monomial: Monomial, product: Node) -> Node:
         """`product`, of which `monomial` is a factor, and 0 in the rows that a row mask in it takes out."""
-        for rows, power in monomial:
-            if power > 0 and self._is_placed(rows):
-                product = self._zero_where(rows, product)
+        for rows in sorted(self.placed_in(monomial)):
+            product = self._zero_where(rows, product)
         return product
 
     def _is_placed(self, atom: Node) -> bool:

@@ -316,8 +316,27 @@ def inverted(target: Any) -> Case:
     return lambda m: m.call(target, columns_equal(m) if m.one(False, True) else m.mask(m.wide()))
 
 
+def spread_flags(m: Making) -> Node:
+    x = m.wide()
+    flags = m.s.input("flags", (*(m.one(size, size, 1) for size in sizes(x)[:-1]), 1), torch.bool)
+    return m.call(aten.expand.default, flags, list(sizes(x)))
+
+
+def either(target: Any) -> Case:
+    def case(m: Making) -> Node:
+        one = spread_flags(m)
+        if m.rarely():
+            one = m.call(aten.logical_not.default, one)
+        two = m.one(spread_flags, spread_flags, lambda m: m.mask(one))(m)
+        return m.call(target, *((one, two) if m.one(True, False) else (two, one)))
+
+    return case
+
+
 def both(target: Any) -> Case:
     def case(m: Making) -> Node:
+        if m.rarely():
+            return either(target)(m)
         p = m.call(aten.exp.default, m.wide()) if m.one(True, True, False) else m.wide()
         first = m.call(m.one(aten.eq.Scalar, aten.le.Scalar), p, 0.0)
         compared = m.wide() if m.rarely() else p
@@ -528,6 +547,8 @@ def filled_like(m: Making) -> Node:
 
 
 def expanded(m: Making) -> Node:
+    if m.rarely():
+        return spread_flags(m)
     x = m.wide()
     if m.one(True, True, False):
         row = m.s.input("rows", (*(m.one(size, size, 1) for size in sizes(x)[:-1]), 1))
@@ -738,6 +759,8 @@ CASES: dict[Any, Case] = {
     aten.isinf.default: infinite,
     aten.bitwise_and.Tensor: both(aten.bitwise_and.Tensor),
     aten.logical_and.default: both(aten.logical_and.default),
+    aten.bitwise_or.Tensor: either(aten.bitwise_or.Tensor),
+    aten.logical_or.default: either(aten.logical_or.default),
     aten.logical_not.default: inverted(aten.logical_not.default),
     aten.bitwise_not.default: inverted(aten.bitwise_not.default),
     aten.where.self: where,

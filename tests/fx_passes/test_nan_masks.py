@@ -31,9 +31,30 @@ FUSED: dict[str, Loss] = {
     "nansum of probs": lambda x, w: x.softmax(-1).nansum(-1) * w + plogp(x).sum(-1),
     "rows that are chosen": lambda x, w: torch.where(spread(w, x) == 0, 0.0, plogp(x)).sum(-1),
     "rows that are not": lambda x, w: torch.where(spread(w, x) > 0, 0.5, plogp(x)).sum(-1),
+    "rows of a mask that is spread": lambda x, w: torch.where(
+        (w == 0)[:, None].expand_as(x), 0.0, plogp(x)
+    ).sum(-1),
+    "rows but those of a mask": lambda x, w: (
+        plogp(x).masked_fill(~(w > 0)[:, None].expand_as(x), 0.5).sum(-1)
+    ),
+    "a mask as a number": lambda x, w: ((w > 0)[:, None].expand_as(x) * plogp(x)).sum(-1),
+    "rows of two masks": lambda x, w: (
+        ((spread(w, x) > 0) & (spread(w, x) <= 9) | (w > 11)[:, None]) * plogp(x)
+    ).sum(-1),
     "rows that are counted": lambda x, w: ((spread(w, x) > 0) * plogp(x)).sum(-1),
+    "p or p log p": lambda x, w: choose_rows(w, x.softmax(-1), plogp(x)).sum(-1),
+    "mean of p or p log p": lambda x, w: choose_rows(w, x.softmax(-1), plogp(x)).mean(-1),
+    "p log p or p": lambda x, w: choose_rows(w, plogp(x), x.softmax(-1)).sum(-1) * w,
+    "p or another": lambda x, w: choose_rows(w, x.softmax(-1), x * (2 * x).softmax(-1)).sum(-1),
+    "p and lse": lambda x, w: (x.softmax(-1) * (x.logsumexp(-1) + w)[:, None]).sum(-1),
     "not zero and not less": lambda x, w: torch.where(x.softmax(-1) <= 0, 0.0, plogp(x)).sum(-1),
 }
+
+
+def choose_rows(w: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    return torch.where((w < 1)[:, None], one, other)
+
+
 LEFT: dict[str, Loss] = {
     "nansum, weighted within": lambda x, w: (plogp(x) * w[:, None]).nansum(-1),
     "nansum of log-probs": lambda x, w: x.log_softmax(-1).nansum(-1) * w + plogp(x).sum(-1),
@@ -41,6 +62,9 @@ LEFT: dict[str, Loss] = {
     "xlogy of another": lambda x, w: torch.xlogy(x.softmax(-1), x.softmax(-1) * 0.5).sum(-1) * w,
     "another number at zero": lambda x, w: choice(x.softmax(-1), plogp(x), 3.0, -inf),
     "a number where it is NaN": lambda x, w: choice(x.softmax(-1), plogp(x), 0.0, 5.0),
+    "rows of what is no form": lambda x, w: (
+        torch.where(spread(w, x) > 0, 0.0, x.sin()).sum(-1) + plogp(x).sum(-1)
+    ),
     "weighted": lambda x, w: choice(x.softmax(-1), w[:, None] * plogp(x), 0.0, -inf),
 }
 
