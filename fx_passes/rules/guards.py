@@ -155,8 +155,8 @@ def _logical(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 
 
 def _row_mask(c: Context, operand: Operand, form: Form) -> Node:
-    if isinstance(operand, Mask):
-        if operand.guard is not Guard.ROW or not same_shape(operand.form.shape, form.shape):
+    if isinstance(operand, Mask) and operand.guard is Guard.ROW:
+        if not same_shape(operand.form.shape, form.shape):
             raise Refused("a logical operator on two masks over the vocabulary")
         operand = masked_rows(c, operand)
     if not isinstance(operand, Node):

@@ -162,6 +162,7 @@ SCALAR: dict[str, tuple[str, ...]] = {  # [*L]
         "-({f}.softmax(-1) * {f}.softmax(-1).log()).sum(-1)", "(torch.where({f}.softmax(-1) > 0, {g}, 2) * {f}.softmax(-1)).sum(-1)",
         "torch.where({f}.softmax(-1) > 0, {f}.softmax(-1) * {f}.softmax(-1).log(), 0).sum(-1)",
         "(-torch.xlogy({f}.softmax(-1), {f}.softmax(-1))).sum(-1)", "{f}.exp().sum(-1).sqrt()", "{f}.float().exp().sum(-1)",
+        "torch.where({k}[..., None], {f}.softmax(-1), {f}.softmax(-1) * {f}.log_softmax(-1)).sum(-1)",
         "torch.special.entr({f}.softmax(-1)).sum(-1)", "{f}.nansum(-1)", "torch.bmm({f}.view(-1, 1, {f}.shape[-1]), {g}.view(-1, {f}.shape[-1], 1)).view({s}.shape)",
     ),
     "losses": (
@@ -194,7 +195,8 @@ MASK: dict[str, tuple[str, ...]] = {  # [*L, V]
         "torch.zeros_like({f}, dtype=torch.bool).scatter(-1, {i}[..., None], True)", "{f} >= {f}.max(-1, True).values", "{f} > {r}",
         "torch.arange({f}.shape[0]).view(-1, *[1] * ({f}.ndim - 1)).expand_as({f}) == {i}[..., None]", "{k}[..., None].expand_as({f})",
         "torch.ones_like({f}).tril().bool()", "({c} > 0).expand_as({f})", "{f} > torch.finfo(torch.float16).min", "torch.isneginf({f})",
-        "{f} * {r} > 0", "torch.isclose({f}, {g})", "{f}.bool()", "torch.logical_not({f} == 0)", "{f}.argmax(-1, True) == torch.arange({f}.shape[-1])",
+        "{f} * {r} > 0", "torch.isclose({f}, {g})", "{f}.bool()", "torch.logical_not({f} == 0)",
+        "{k}[..., None].expand_as({f}) & ({r} > 0)", "{k}[..., None].expand_as({f}) | {m}", "{f}.argmax(-1, True) == torch.arange({f}.shape[-1])",
     ),
 }  # fmt: skip
 

@@ -382,7 +382,7 @@ class Walked:
             )
 
     def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; what a column mask leaves of a value is NaN where any of it is.
+        """A clamped value is some very low number; what a column mask leaves, or writes over, is NaN where any of it is.
 
         So it is where any of it is +inf.
 
@@ -396,7 +396,7 @@ class Walked:
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
-        left = found.isnan() & row & torch.tensor(any(hot.multiplied for hot in said.hots))
+        left = found.isnan() & row & torch.tensor(bool(said.hots))
         return by_zero | low & torch.tensor(said.clamped) | left
 
     def _has_logits_of_nan(self, node: Node, values: Values) -> bool:
