@@ -382,7 +382,7 @@ class Walked:
             )
 
     def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; what a column mask leaves, or writes over, is NaN where any of it is.
+        """A clamped value is some very low number; what a column mask leaves or writes over is NaN where any of it is.
 
         So it is where any of it is +inf.
 
