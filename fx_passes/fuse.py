@@ -24,7 +24,7 @@ from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
-from fx_passes.graph.operators import SAME_VALUE, is_elementwise
+from fx_passes.graph.operators import EXACT, is_elementwise
 from fx_passes.graph.order import computed, tidy
 from fx_passes.graph.recompute import recompute_copies
 from fx_passes.graph.returned import Returned
@@ -38,14 +38,6 @@ from fx_passes.walk.walk import Walk
 aten = torch.ops.aten
 
 MAX_ROUNDS = 8
-
-_EXACT = SAME_VALUE | {
-    aten.neg.default,
-    aten.where.self,
-    aten.clamp_min.default,
-    aten.clamp.default,
-}
-"""Element-wise operators that round nothing."""
 
 
 def fuse(graph: Graph, config: FuseConfig) -> Outcome:
@@ -215,7 +207,7 @@ def _rounded_and_read(walk: Walk) -> set[Node]:
 def _rounds(walk: Walk, node: Node) -> bool:
     form = walk.context.values[node]
     itself = isinstance(form, Form) and form.is_identity
-    return is_elementwise(node) and node.target not in _EXACT and not itself
+    return is_elementwise(node) and node.target not in EXACT and not itself
 
 
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-COPIED = ("fx_passes", "slime_compile", "tests", "pyproject.toml")
+COPIED = ("fx_passes", "slime_compile", "tests", "bench", "pyproject.toml")
 SECONDS = 600  # a mutant that makes a walk endless is killed, too
 
 FX = "tests/fx_passes/"
@@ -1201,6 +1201,31 @@ MUTANTS = [
             "a softmax of NaN sums to its weight", "walk/context.py", "test_soundness.py softmax_of_a_weight",
             "            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:",
             "            if factor.as_number() is None or not (stats.max + stats.log_sum - term.shift).is_zero:",
+        ),
+        (
+            "logits that are computed again are not rounded", "walk/spelled_out.py", "test_spelled_out.py computed_again",
+            "        if _is_rounded_if_stored(c.roots.root_of[form.x]):",
+            "        if False:",
+        ),
+        (
+            "a choice of rounded numbers is not rounded", "walk/spelled_out.py", "test_spelled_out.py computed_again and capped_entropy",
+            "            waiting += node.all_input_nodes\n        elif",
+            "            pass\n        elif",
+        ),
+        (
+            "a tie is rounded up", "walk/spelled_out.py", "test_spelled_out.py by_bits",
+            "bitwise_and.Scalar, last, 1)",
+            "bitwise_and.Scalar, last, 0)",
+        ),
+        (
+            "float16 has no largest number", "walk/spelled_out.py", "test_spelled_out.py by_bits",
+            "    if dtype is torch.float16:  #",
+            "    if False:  #",
+        ),
+        (
+            "the bits of NaN are rounded", "walk/spelled_out.py", "test_spelled_out.py by_bits",
+            "    return c.emitter.where(call(aten.eq.Tensor, x, x), nearest, x)",
+            "    return nearest",
         ),
         (
             "a mean of other rows shows NaN", "walk/context.py", "test_nan_masks.py",

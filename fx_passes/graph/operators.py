@@ -38,6 +38,14 @@ SAME_VALUE: set[Target] = {aten.clone.default, aten.alias.default, aten.detach.d
 SAME_ROWS: set[Target] = RESHAPES | SAME_VALUE
 """The same rows in the same order, where the last dimension stays."""
 
+EXACT: set[Target] = SAME_VALUE | {
+    aten.neg.default,
+    aten.where.self,
+    aten.clamp_min.default,
+    aten.clamp.default,
+}
+"""Element-wise operators that round nothing."""
+
 CASTS: set[Target] = {prims.convert_element_type.default, aten._to_copy.default}
 SPLITS: set[Target] = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 TURNS: set[Target] = {aten.permute.default, aten.transpose.int, aten.t.default}

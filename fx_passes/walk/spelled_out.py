@@ -16,7 +16,7 @@ from torch.fx import Node
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, rank_of, same, shape_of, value
-from fx_passes.graph.operators import MATMULS, REDUCTIONS, VIEWS, is_elementwise
+from fx_passes.graph.operators import EXACT, MATMULS, REDUCTIONS, VIEWS, is_elementwise, under
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
 from fx_passes.walk.columns import index_node
@@ -35,6 +35,10 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 # reductions read would not be stored, had the user's code stayed as it was: the compiler computes it where it is
 # needed. There the same coefficients are spelled out in the graph, for the compiler to do just that; a partial rewrite
 # stores nothing that the user's own code did not.
+#
+# Half-precision logits that the program computes element by element are rounded where they are stored and `row_stats`
+# reads them. Where a compiler computes them again it does not round them, and their exponentials over the sum of the
+# others' are no softmax: the arithmetic rounds, by their bits, since a cast there and back is taken out.
 #
 # Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all.
 
@@ -120,6 +124,8 @@ class _Arithmetic:
         self.c, self.form, self.call = c, form, c.emitter.call
         self.dtype = dtype_of(form)
         self.x = c.emitter.cast(form.x, self.dtype)
+        if _is_rounded_if_stored(c.roots.root_of[form.x]):
+            self.x = _rounded(c, self.x, value(form.x).dtype)
         self.zero = self._tensor(ZERO)
 
     def total(self) -> Node:
@@ -193,3 +199,37 @@ class _Arithmetic:
 
     def _times(self, node: Node, poly: Poly) -> Node:
         return node if poly == ONE else self.call(aten.mul.Tensor, node, self._number_or_node(poly))
+
+
+# -- half precision -----------------------------------------------------------------------------------
+
+_BITS_LESS = {torch.bfloat16: 16, torch.float16: 13}
+"""By how many bits a significand is shorter than float32's."""
+
+
+def _is_rounded_if_stored(node: Node) -> bool:
+    """Half precision, and made by arithmetic that a compiler may do where the value is read."""
+    waiting = [node]
+    while waiting:
+        node = under(waiting.pop(), VIEWS)
+        if not is_float_tensor(node) or value(node).dtype not in _BITS_LESS:
+            continue
+        if node.target in EXACT:
+            waiting += node.all_input_nodes
+        elif is_elementwise(node) or node.target in REDUCTIONS:
+            return True
+    return False
+
+
+def _rounded(c: Context, x: Node, dtype: torch.dtype) -> Node:
+    """`x`, which is float32, to the nearest number of `dtype`, or the even one of two."""
+    call, less = c.emitter.call, _BITS_LESS[dtype]
+    bits = call(aten.view.dtype, x, torch.int32)
+    last = call(aten.bitwise_right_shift.Tensor_Scalar, bits, less)
+    odd = call(aten.bitwise_and.Scalar, last, 1)
+    up = call(aten.add.Tensor, call(aten.add.Tensor, bits, 2 ** (less - 1) - 1), odd)
+    nearest = call(aten.view.dtype, call(aten.bitwise_and.Scalar, up, -(2**less)), torch.float32)
+    if dtype is torch.float16:  # whose largest number is not float32's
+        above = call(aten.gt.Scalar, call(aten.abs.default, nearest), torch.finfo(dtype).max)
+        nearest = c.emitter.where(above, call(aten.mul.Tensor, nearest, math.inf), nearest)
+    return c.emitter.where(call(aten.eq.Tensor, x, x), nearest, x)  # the bits of NaN may be all 1

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph
 
 import slime_compile
 from bench.cases.partial import PROGRAMS, inputs_of
+from fx_passes.walk.spelled_out import _rounded
 from tests.support import harness
+from tests.support.dense import Values
+from tests.support.scratch import Scratch
 
 STORED = {
     "kl_distillation": 0,
@@ -168,3 +173,68 @@ def test_logits_that_are_returned_are_told() -> None:
     for mine, eager in zip(got, outcome(fn, given), strict=True):
         torch.testing.assert_close(mine, eager)
     assert "the logits are an output of the compiled function" in str(slime_compile.reports()[-1])
+
+
+# ---- logits that are computed in half precision -------------------------------------------------------------------
+
+
+def capped(logits: Tensor) -> Tensor:
+    return 30 * torch.tanh(logits / 30)
+
+
+def capped_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(capped(logits).float(), target, reduction="none")
+
+
+def capped_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    log_probs = torch.where(logits.isnan(), 0, capped(logits)).float().log_softmax(-1)
+    return (log_probs.exp() * log_probs).sum(-1) - log_probs.gather(-1, target[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", [capped_cross_entropy, capped_entropy])
+def test_logits_that_are_computed_again_are_rounded(
+    loss: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    """What inductor computes where it is read it does not round; the statistics are of rounded logits."""
+    draw = torch.Generator().manual_seed(0)
+    logits, target = 2 * torch.randn(64, 300, generator=draw), torch.arange(64)
+    logits[target, target] += torch.linspace(
+        12, 22, 64
+    )  # near to p = 1, where a sum that is not 1 shows
+    logits = logits.to(dtype)
+
+    def gradient(function: Callable[..., Tensor], given: Tensor) -> Tensor:
+        leaf = given.detach().requires_grad_()
+        function(leaf, target).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    with harness.in_float64():
+        truth = gradient(loss, logits.double())
+    eager = gradient(loss, logits)
+    ours = gradient(compiled(loss, inner="inductor"), logits)
+    assert slime_compile.reports()[-1].to_dict()["fused"]
+    harness.no_worse_than_eager(ours, eager, truth, dtype, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_by_bits(dtype: torch.dtype) -> None:
+    """As a cast rounds: ties, what is too large, infinities and NaN of any bits included."""
+    draw = torch.Generator().manual_seed(0)
+    info, spoilt = torch.finfo(dtype), torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).int()
+    between = 1 + info.eps / 2 * torch.arange(9)  # every other one is a tie
+    x = torch.cat(
+        [
+            torch.randn(4000, generator=draw) * 1e3,
+            between,
+            -between,
+            torch.tensor([0.0, -0.0, math.inf, -math.inf, info.max, info.max * (1 + info.eps / 8)]),
+            torch.tensor([info.min, 1e-3, 3e4, 65519.0, 65520.0, -65520.0]),
+            spoilt.view(torch.float32),
+        ]
+    )
+    scratch = Scratch(torch.float32)
+    given = scratch.input("rows", x.shape, torch.float32)
+    found = Values({given: x}, None)[_rounded(scratch.walk().walk.context, given, dtype)]
+    torch.testing.assert_close(found, x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)

@@ -16,9 +16,12 @@ from torch.fx.node import map_aggregate
 
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import hint
+from fx_passes.graph.facts import hint, is_float_tensor
+from fx_passes.graph.operators import under
 from fx_passes.graph.order import ancestors
 from slime_compile.ops import reference
+
+aten = torch.ops.aten
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.slime_fused.row_stats.default: lambda x, s, f, _: reference.row_stats(x, s, f),
@@ -55,6 +58,9 @@ class Values:
     def _run(self, node: Node) -> Any:
         assert node.op == "call_function", node.format_node()
         args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)
+        if self.dtype is not None and node.target is aten.view.dtype:  # of bits that are rounded
+            rounded = is_float_tensor(node)
+            return self._known[_before_rounding(node)] if rounded else args[0].float().view(args[1])
         return _OPERATORS.get(node.target, node.target)(*args, **kwargs)
 
     def _argument(self, arg: Any) -> Any:
@@ -69,6 +75,13 @@ class Values:
             if each not in self._largest:
                 self._largest[each] = largest_of(self[each])
         return max(self._largest[each] for each in (*ancestors([node]), node))
+
+
+def _before_rounding(node: Node) -> Node:
+    """The value whose bits `node` has, some of them cut off."""
+    bits = under(node.args[0], {aten.bitwise_and.Scalar, aten.add.Tensor})  # type: ignore[arg-type]
+    assert bits.target is aten.view.dtype, node.format_node()
+    return bits.all_input_nodes[0]
 
 
 def largest_of(found: Any) -> float:
