@@ -669,7 +669,7 @@ MUTANTS = [
         ),
         (
             "a masked row's softmax sums to NaN", "walk/context.py", "test_soundness.py masked_whole",
-            "            result += Poly.atom(self.where_any([term.a, term.b], nothing, zero))",
+            "            result += Poly.atom(self.where_any([factor], nothing, zero))",
             "            result += Poly.atom(nothing)",
         ),
         (
