@@ -192,7 +192,7 @@ MUTANTS = [
         ),
         (
             "infinite is -inf", "rules/guards.py", "test_zero_softmax.py",
-            '    return form.e == -(stats.max + stats.log_sum)',
+            '    return form.e == -c.stats(form, form.f).logsumexp',
             '    return True',
         ),
         (
@@ -699,13 +699,13 @@ MUTANTS = [
         ),
         (
             "an exponential that is no probability is saved", "walk/gradient.py", "walk/test_gradient.py saved and probability",
-            "    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:",
+            "    if term.shift != stats.logsumexp or dtype is torch.float16:",
             "    if dtype is torch.float16:",
         ),
         (
             "a softmax is saved in float16", "walk/gradient.py", "walk/test_gradient.py saved and float16",
-            "    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:",
-            "    if term.shift != stats.max + stats.log_sum:",
+            "    if term.shift != stats.logsumexp or dtype is torch.float16:",
+            "    if term.shift != stats.logsumexp:",
         ),
         (
             "a value beside is not added", "walk/gradient.py", "test_small_programs.py right and (another_use)",
@@ -1199,8 +1199,8 @@ MUTANTS = [
         ),
         (
             "a softmax of NaN sums to its weight", "walk/context.py", "test_soundness.py softmax_of_a_weight",
-            "            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:",
-            "            if factor.as_number() is None or not (stats.max + stats.log_sum - term.shift).is_zero:",
+            "            if factor.is_zero or term.shift != stats.logsumexp:",
+            "            if factor.as_number() is None or term.shift != stats.logsumexp:",
         ),
         (
             "logits that are computed again are not rounded", "walk/spelled_out.py", "test_spelled_out.py computed_again",
@@ -1234,8 +1234,18 @@ MUTANTS = [
         ),
         (
             "a sum of exponentials is that of a softmax", "walk/context.py", "test_soundness.py",
-            "            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:",
+            "            if factor.is_zero or term.shift != stats.logsumexp:",
             "            if factor.is_zero:",
+        ),
+        (
+            "a row mask is not negated", "rules/operands.py", "test_nan_masks.py mask",
+            "    return c.emitter.call(aten.logical_not.default, mask.index) if mask.negated else mask.index",
+            "    return mask.index",
+        ),
+        (
+            "a mask of columns is one of rows", "rules/guards.py", "test_nan_masks.py columns",
+            "    c.operand(operand, form)\n    return c.emitter.align(",
+            "    return c.emitter.align(",
         ),
         (
             "a row mask chooses between what is no form", "rules/guards.py", "test_nan_masks.py form",

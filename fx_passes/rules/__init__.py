@@ -59,8 +59,8 @@ RULES: dict[Target, Rule] = {
     aten.isinf.default: guards.isinf,  # log p == -inf
     aten.bitwise_and.Tensor: guards.both,  # p == 0 and p <= 0
     aten.logical_and.default: guards.both,
-    aten.bitwise_or.Tensor: guards.either,  # of row masks
-    aten.logical_or.default: guards.either,
+    aten.bitwise_or.Tensor: guards.logical,  # of row masks
+    aten.logical_or.default: guards.logical,
     aten.logical_not.default: guards.invert,
     aten.bitwise_not.default: guards.invert,
     aten.where.self: guards.where,  # m W + (1 - m) U over rows; W + [v == i] (U[i] - W[i]); the guarded limit

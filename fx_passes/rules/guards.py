@@ -13,7 +13,7 @@ from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_everywh
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
-from fx_passes.graph.operators import RESHAPES, SAME_VALUE
+from fx_passes.graph.operators import RESHAPES, SAME_VALUE, under
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import (
     form_beside,
@@ -62,10 +62,8 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
 
 def _compare_rows(c: Context, node: Node, form: Form) -> Mask:
     """Of a number per row that the program has spread over the vocabulary: compared before that."""
-    rows = node.args[0]
-    while isinstance(rows, Node) and rows.target is aten.expand.default:
-        rows = rows.args[0]
-    if not isinstance(rows, Node) or isinstance(c.read(rows), (Form, Mask)):
+    rows = under(node.args[0], {aten.expand.default})  # type: ignore[arg-type]
+    if isinstance(c.read(rows), (Form, Mask)):
         raise Refused("a comparison over the vocabulary that is not a known guard")
     c.operand(rows, form)
     return Mask(Guard.ROW, form, index=c.emitter.call(node.target, rows, node.args[1]))
@@ -128,24 +126,19 @@ def _is_log_probs(c: Context, form: Form) -> bool:
     factor = form.f.as_number()
     if not form.is_affine or factor is None or factor <= 0 or not c.statistics.shifts(form):
         return False
-    stats = c.stats(form, form.f)
-    return form.e == -(stats.max + stats.log_sum)
+    return form.e == -c.stats(form, form.f).logsumexp
 
 
 def both(c: Context, node: Node, left: Operand, right: Operand) -> Result:
     """Of two guards that say the same: torch's derivative of xlogy asks for `p == 0` and `p <= 0`."""
     if not isinstance(left, Mask) or not isinstance(right, Mask) or left.guard is Guard.ROW:
-        return _logical(c, node, left, right)
+        return logical(c, node, left, right)
     if left != replace(right, at_nan=left.at_nan):
         raise Refused("a logical operator on two masks over the vocabulary")
     return replace(left, at_nan=left.at_nan and right.at_nan)
 
 
-def either(c: Context, node: Node, left: Operand, right: Operand) -> Result:
-    return _logical(c, node, left, right)
-
-
-def _logical(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+def logical(c: Context, node: Node, left: Operand, right: Operand) -> Result:
     """Of two row masks: the operator itself, before they are spread over the vocabulary."""
     mask = left if isinstance(left, Mask) else right
     if not isinstance(mask, Mask) or value(node).dtype is not torch.bool:

@@ -59,8 +59,7 @@ def nan_by_row(c: Context, form: Form) -> bool:
     factor = term.a if term.b.is_zero else term.b
     if not plain or not factor.as_number():
         return False
-    stats = c.stats(form, term.scale)
-    return term.shift == stats.max + stats.log_sum
+    return term.shift == c.stats(form, term.scale).logsumexp
 
 
 def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:

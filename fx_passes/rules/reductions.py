@@ -145,10 +145,9 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
         apart = Poly.atom(c.rows.emit_node(apart, dtype, form.x))
     top = apart * term.scale + around.value  # max, near to what is subtracted from it
     weighted = c.statistics.centered(form.x, term.a + term.b * (stats.mean + top))
-    height = stats.max - term.shift
-    if (height + stats.log_sum).is_zero:
+    if term.shift == stats.logsumexp:
         return weighted
-    mass = c.mass(height, stats.log_sum, form.x, top - term.shift)
+    mass = c.mass(stats.max - term.shift, stats.log_sum, form.x, top - term.shift)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
     null = c.emitter.call(aten.eq.Scalar, mass, 0)

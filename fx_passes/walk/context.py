@@ -164,7 +164,7 @@ class Context:
         result = Poly.atom(number)
         for term in form.exps:
             stats, factor = self.stats(form, term.scale), self._without_mean(term)
-            if factor.is_zero or not (stats.max + stats.log_sum - term.shift).is_zero:
+            if factor.is_zero or term.shift != stats.logsumexp:
                 continue  # a mean, or the sum of exponentials that is multiplied with, shows such a row
             nothing, zero = self.nothing(form, stats), self.emit_rows(ZERO, form, number)
             result += Poly.atom(self.where_any([factor], nothing, zero))

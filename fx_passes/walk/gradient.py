@@ -126,7 +126,7 @@ def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
     stats = c.stats(form, term.scale)
     if dtype_of(form) is torch.float64 and dtype is not torch.float64:
         return False
-    if term.shift != stats.max + stats.log_sum or dtype is torch.float16:
+    if term.shift != stats.logsumexp or dtype is torch.float16:
         return False
     known = (term.scale, term.shift)
     return not any(is_backward(atom) for poly in known for atom in poly.atoms())

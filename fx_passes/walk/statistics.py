@@ -33,6 +33,10 @@ class Stats:
     def max(self) -> Poly:
         return self.scale * self.peak
 
+    @property
+    def logsumexp(self) -> Poly:
+        return self.max + self.log_sum
+
 
 def compute_dtype(x: Node | None) -> torch.dtype:
     """float64 for float64 logits, float32 for all others."""

@@ -38,8 +38,11 @@ FUSED: dict[str, Loss] = {
         plogp(x).masked_fill(~(w > 0)[:, None].expand_as(x), 0.5).sum(-1)
     ),
     "a mask as a number": lambda x, w: ((w > 0)[:, None].expand_as(x) * plogp(x)).sum(-1),
+    "rows but those of two masks": lambda x, w: (
+        ~((spread(w, x) > 7) | ~(w > 0)[:, None].expand_as(x)) * plogp(x)
+    ).sum(-1),
     "rows of two masks": lambda x, w: (
-        ((spread(w, x) > 0) & (spread(w, x) <= 9) | (w > 11)[:, None]) * plogp(x)
+        ((spread(w, x) > 0) & (spread(w, x) <= 7) | (w > 8)[:, None]) * plogp(x)
     ).sum(-1),
     "rows that are counted": lambda x, w: ((spread(w, x) > 0) * plogp(x)).sum(-1),
     "p or p log p": lambda x, w: choose_rows(w, x.softmax(-1), plogp(x)).sum(-1),
@@ -62,6 +65,9 @@ LEFT: dict[str, Loss] = {
     "xlogy of another": lambda x, w: torch.xlogy(x.softmax(-1), x.softmax(-1) * 0.5).sum(-1) * w,
     "another number at zero": lambda x, w: choice(x.softmax(-1), plogp(x), 3.0, -inf),
     "a number where it is NaN": lambda x, w: choice(x.softmax(-1), plogp(x), 0.0, 5.0),
+    "rows and columns": lambda x, w: (
+        ((w > 0)[:, None].expand_as(x) & (torch.arange(40) > 5)) * plogp(x)
+    ).sum(-1),
     "rows of what is no form": lambda x, w: (
         torch.where(spread(w, x) > 0, 0.0, x.sin()).sum(-1) + plogp(x).sum(-1)
     ),

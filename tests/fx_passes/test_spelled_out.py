@@ -199,9 +199,8 @@ def test_logits_that_are_computed_again_are_rounded(
     """What inductor computes where it is read it does not round; the statistics are of rounded logits."""
     draw = torch.Generator().manual_seed(0)
     logits, target = 2 * torch.randn(64, 300, generator=draw), torch.arange(64)
-    logits[target, target] += torch.linspace(
-        12, 22, 64
-    )  # near to p = 1, where a sum that is not 1 shows
+    # near to p = 1, where a sum that is not 1 shows
+    logits[target, target] += torch.linspace(12, 22, 64)
     logits = logits.to(dtype)
 
     def gradient(function: Callable[..., Tensor], given: Tensor) -> Tensor:

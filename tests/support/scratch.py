@@ -382,9 +382,9 @@ class Walked:
             )
 
     def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
-        """A clamped value is some very low number; what a column mask leaves or writes over is NaN where any of it is.
+        """A clamped value is some very low number; what a column mask leaves of a value is NaN where any of it is.
 
-        So it is where any of it is +inf.
+        So it is where any of it is +inf, and what is written over a column of nothing but NaN.
 
         Where infinite numbers are `lost`, NaN is as good.
         """
@@ -396,6 +396,11 @@ class Walked:
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
+        if not any(hot.multiplied for hot in said.hots):
+            columns = sum(
+                hint(shape_of(index)[said.vdim]) for hot in said.hots for index in hot.index
+            )
+            row &= want.isnan().sum(said.vdim, keepdim=True) >= want.shape[said.vdim] - columns
         left = found.isnan() & row & torch.tensor(bool(said.hots))
         return by_zero | low & torch.tensor(said.clamped) | left
 
