@@ -45,15 +45,14 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def model() -> Any:
+def model_config() -> Any:
     """One layer, put together as torchtitan puts its own together."""
-    torch.manual_seed(0)
     layers = llama3._build_llama3_layers(
         n_layers=1, dim=HIDDEN, n_heads=2, hidden_dim=2 * HIDDEN, attn_backend="flex",
         rope=llama3.ComplexRoPE.Config(dim=HIDDEN // 2, max_seq_len=LENGTH),
     )  # fmt: skip
     layers[0].attention.inner_attention = ScaledDotProductAttention.Config()  # flex is for GPUs
-    llama = llama3.Llama3Model.Config(
+    return llama3.Llama3Model.Config(
         dim=HIDDEN, vocab_size=VOCAB, layers=layers,
         norm=llama3.RMSNorm.Config(normalized_shape=HIDDEN, param_init=llama3._NORM_INIT),
         tok_embeddings=llama3.Embedding.Config(
@@ -62,41 +61,51 @@ def model() -> Any:
         lm_head=llama3.Linear.Config(
             in_features=HIDDEN, out_features=VOCAB, param_init=llama3._output_linear_init(HIDDEN)
         ),
-    ).build()  # fmt: skip
+    )  # fmt: skip
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    llama = model_config().build()
     llama.init_weights(buffer_device=torch.device("cpu"))
     return llama
 
 
-def loss_of(way: str, inner: str) -> CrossEntropyLoss:
+def loss_of(way: str, inner: str, config: CrossEntropyLoss.Config) -> CrossEntropyLoss:
     backend = "inductor" if way == "inductor" else "slime_fused"
     if backend == "slime_fused":  # torchtitan gives a backend no options
         os.environ.update(SLIME_FUSED_CHUNK_MIB=str(CHUNK_MIB), SLIME_FUSED_INNER=inner)
     compile_config = CompileConfig(enable=way != "as it is", components=["loss"], backend=backend)
-    return CrossEntropyLoss(CrossEntropyLoss.Config(), compile_config=compile_config)
+    return CrossEntropyLoss(config, compile_config=compile_config)
+
+
+def steps_of(llama: Any, loss_fn: CrossEntropyLoss, steps: int) -> Run:
+    run = Run()
+    optimizer = torch.optim.SGD(llama.parameters(), lr=1.0)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        tokens = torch.randint(VOCAB // 64, (BATCH, LENGTH + 1), generator=draw)
+        with run.step():
+            prediction = llama(tokens[:, :-1])
+            loss, _ = loss_fn(prediction, tokens[:, 1:], torch.tensor(BATCH * LENGTH))
+            del prediction  # as torchtitan does
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    return run
 
 
 def train(way: str, steps: int, inner: str) -> Run:
     with one_rank():
-        run, llama, loss_fn = Run(), model(), loss_of(way, inner)
+        llama, loss_fn = model(), loss_of(way, inner, CrossEntropyLoss.Config())
         apply_fsdp_to_decoder(
             llama, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)),
             param_dtype=torch.float32, reduce_dtype=torch.float32, pp_enabled=False,
         )  # fmt: skip
         if way == "deferred":
             slime_compile.defer_logits(llama)
-        optimizer = torch.optim.SGD(llama.parameters(), lr=1.0)
-        draw = torch.Generator().manual_seed(0)
-        for _ in range(steps):
-            tokens = torch.randint(VOCAB // 64, (BATCH, LENGTH + 1), generator=draw)
-            with run.step():
-                prediction = llama(tokens[:, :-1])
-                loss, _ = loss_fn(prediction, tokens[:, 1:], torch.tensor(BATCH * LENGTH))
-                del prediction  # as torchtitan does
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.losses.append(loss.item())
-    return run
+        return steps_of(llama, loss_fn, steps)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:

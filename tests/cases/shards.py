@@ -181,6 +181,39 @@ def functional_collectives(shard: Shard, logits: Tensor, target: Tensor) -> Outp
     return (Summed.apply(picked, shard) - total.log(),)
 
 
+class OneHotInBackward(torch.autograd.Function):
+    """torchtitan's kind: log-probs are saved, backward writes a one-hot that is 0 for other ranks' targets."""
+
+    @staticmethod
+    def forward(ctx, logits, target, shard):  # type: ignore[no-untyped-def]
+        wide = logits.float()
+        peak = funcol.all_reduce(wide.amax(-1, keepdim=True), "max", shard.group)
+        shifted = wide - peak
+        total = funcol.all_reduce(shifted.exp().sum(-1, keepdim=True), "sum", shard.group)
+        log_probs = shifted - total.log()
+        foreign = (target < shard.start) | (target >= shard.stop)
+        local = target - shard.start
+        local[foreign] = 0
+        picked = log_probs.gather(-1, local[:, None])
+        picked[foreign[:, None]] = 0
+        ctx.save_for_backward(log_probs, local, foreign)
+        ctx.dtype = logits.dtype
+        return -funcol.all_reduce(picked, "sum", shard.group)[:, 0]
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        log_probs, local, foreign = ctx.saved_tensors
+        one_hot = torch.zeros_like(log_probs)
+        rows = torch.arange(len(local), device=local.device)
+        one_hot[rows, local] = foreign.to(one_hot.dtype) - 1.0
+        return ((one_hot + log_probs.exp()) * grad[:, None]).to(ctx.dtype), None, None
+
+
+@loss
+def one_hot_in_backward(shard: Shard, logits: Tensor, target: Tensor) -> Outputs:
+    return (-OneHotInBackward.apply(logits, target, shard),)
+
+
 def whole(logits: Tensor, target: Tensor) -> dict[str, Outputs]:
     """What every loss is, without shards."""
     log_softmax = logits.log_softmax(-1)
@@ -199,4 +232,5 @@ def whole(logits: Tensor, target: Tensor) -> dict[str, Outputs]:
         "combined_norms": (log_probs,),
         "differentiable_all_reduce": (log_probs,),
         "functional_collectives": (log_probs,),
+        "one_hot_in_backward": (log_probs,),
     }

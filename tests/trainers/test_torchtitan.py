@@ -1,13 +1,17 @@
-"""torchtitan: the example does what it says."""
+"""torchtitan: the examples do what they say."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.support.ranks import on_ranks
 from tests.trainers.checks import check_runs
+from tests.trainers.conftest import EXAMPLES
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed; make test-trainers does")
 pytest.importorskip("spmd_types", reason="torchtitan's losses import spmd_types")
@@ -24,3 +28,29 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     assert runs["as it is"].peak_bytes > 3 * titan.LOGITS_BYTES
     assert [run.fused for run in runs.values()] == [0, 0, 2, 1]
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 0, 1]
+
+
+def on_one_of_the_ranks(rank: int) -> Any:
+    """Each run's losses and peak, and what its graphs became: reports stay in their process."""
+    sys.path.insert(0, str(EXAMPLES))
+    runs = importlib.import_module("torchtitan_tensor_parallel").main(["--steps", str(STEPS)])
+    told = {way: [r.to_dict() for r in run.reports if r.fused] for way, run in runs.items()}
+    for run in runs.values():
+        run.reports = []
+    return runs, told
+
+
+def test_the_example_over_two_ranks(example: Callable[[str], Any]) -> None:
+    logits_bytes = example("torchtitan_tensor_parallel").LOGITS_BYTES
+    for found in on_ranks(2, on_one_of_the_ranks):
+        assert not isinstance(found, Exception), found
+        runs, told = found
+        assert len(set(runs["as it is"].losses)) == STEPS  # it trains
+        check_runs(
+            runs, STEPS, {"as it is": 4.2, "inductor": 3.2, "loss": 1.2}, logits_bytes, rel=1e-5
+        )
+        assert runs["as it is"].peak_bytes > 4 * logits_bytes
+        assert [len(graphs) for graphs in told.values()] == [0, 0, 1]
+        (graph,) = told["loss"]
+        assert graph["fused"] == 2
+        assert (graph["collectives_before"], graph["collectives_after"]) == (3, 1)
