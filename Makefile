@@ -60,7 +60,8 @@ smoke-torch: $(OTHER)/.installed
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
 # these the package alone is installed, and what its losses import. slime is in no registry: SLIME=/path/to/a/checkout.
 TRAINERS := .venv-trainers
-OF_THEIR_LOSSES := triton ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx
+OF_THEIR_LOSSES := triton ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx requests
+TRL_WITH_LOGITS := $(TRAINERS)/trl-1.10
 WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl deepspeed openrlhf
 
 $(TRAINERS)/.installed: pyproject.toml constraints.txt
@@ -75,10 +76,13 @@ $(TRAINERS)/.installed: pyproject.toml constraints.txt
 	for package in $(WITHOUT_THE_REST); do \
 		$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps $$package \
 			|| echo "$$package cannot be installed here: its tests are skipped"; done
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRL_WITH_LOGITS) trl==1.10.0 \
+		|| echo "trl 1.10 cannot be installed here: its tests are skipped"
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
 	PYTHONPATH=$(SLIME) $(TRAINERS)/bin/python -m pytest -m trainers tests/trainers
+	PYTHONPATH=$(TRL_WITH_LOGITS) $(TRAINERS)/bin/python -m pytest -m trainers tests/trainers/test_trl_logits.py
 
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)

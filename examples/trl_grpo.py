@@ -10,6 +10,7 @@ backward allocate, in MiB and as a multiple of the logits that neither of them h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -36,18 +37,18 @@ def reward(completion_ids: Any, **kwargs: Any) -> list[float]:
     return [sum(token % 2 for token in row) / len(row) for row in completion_ids]
 
 
-def train(way: str, steps: int, inner: str) -> Run:
+def trainer_in(folder: str, steps: int) -> Trainer:
+    config = GRPOConfig(
+        folder, per_device_train_batch_size=BATCH, num_generations=4, max_completion_length=COMPLETION,
+        num_iterations=2, entropy_coef=0.01, **options(steps),
+    )  # fmt: skip
     prompts = [" ".join(f"w{8 * n + k + 4}" for k in range(PROMPT)) for n in range(64)]
+    data = Dataset.from_dict({"prompt": prompts})
+    return Trainer(model(), reward, config, data, processing_class=tokenizer())
 
-    def trainer(folder: str) -> Trainer:
-        config = GRPOConfig(
-            folder, per_device_train_batch_size=BATCH, num_generations=4, max_completion_length=COMPLETION,
-            num_iterations=2, entropy_coef=0.01, **options(steps),
-        )  # fmt: skip
-        data = Dataset.from_dict({"prompt": prompts})
-        return Trainer(model(), reward, config, data, processing_class=tokenizer())
 
-    return trained(way, trainer)
+def train(way: str, steps: int, inner: str) -> Run:
+    return trained(way, partial(trainer_in, steps=steps))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
