@@ -78,7 +78,7 @@ def beside_a_constant(x: Tensor, target: Tensor, reward: Tensor, state: Tensor) 
     state.data.copy_(state)
     sums = (x.sin() * state[:, None]).logsumexp(-1)
     with torch.no_grad():
-        reward[target < 20] = 0.5
+        reward.add_(torch.tensor([0.5, 1.0])[(target < 20).long()])
     return sums[1:5:2]
 
 
