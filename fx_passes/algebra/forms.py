@@ -70,8 +70,8 @@ class Form:
     `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
     logits): they take part in sums and scalings only. `clamped`: affine, and where the logits are -inf a multiple of
     some very low number instead; only what an exponential of the same logits is multiplied with may be so.
-    `beside`: scale and shift of a softmax; where that is zero the value is another (NaN of `p / p`, 0 of
-    `where(p > 0, log(p), 0)`), of which a product with that very softmax leaves nothing.
+    `beside`: scale and shift of a softmax; where that is zero or NaN the value is another (NaN of `p / p`, 0 of
+    `where(p > 0, log(p), 0)`), which a product with that very softmax does not show.
     """
 
     shape: Shape

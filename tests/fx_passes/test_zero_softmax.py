@@ -51,6 +51,12 @@ def infinite() -> Tensor:
     return x
 
 
+def poisoned() -> Tensor:
+    x = spread() / 20
+    x[1, 3] = math.nan
+    return x
+
+
 def put(x: Tensor, value: Tensor) -> Tensor:
     return torch.where(x.softmax(-1) > 0, value, 3.0)
 
@@ -172,6 +178,18 @@ def the_place_of_a_quotients_nan(x: Tensor, w: Tensor) -> Tensor:
 def a_quotient_by_some_rows(x: Tensor, w: Tensor) -> Tensor:
     some = x.softmax(-1) * (w > 0)[:, None]
     return (some * x / some * x.softmax(-1)).sum(-1).nan_to_num(7.0)
+
+
+@program(poisoned)
+def both_factors_are_masked(x: Tensor, w: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return (torch.where(p > 0, p, 0.0) * torch.where(p > 0, x.log_softmax(-1), 0.0)).sum(-1)
+
+
+@program(poisoned)
+def the_log_probs_are_masked(x: Tensor, w: Tensor) -> Tensor:
+    p = x.softmax(-1)
+    return (p * torch.where(p > 0, x.log_softmax(-1), 0.0)).sum(-1).nan_to_num(7.0)
 
 
 # ---------------------------------------------------------------- infinities

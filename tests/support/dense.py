@@ -183,12 +183,12 @@ def _exponential(term: Exp, x: Tensor, row: Callable[[Poly], Tensor]) -> tuple[T
     return torch.where(absent, 0.0, weighted), certain
 
 
-def is_zero_softmax(form: Form, values: Values, zero_outside: Container[Node] = ()) -> Tensor:
-    """Where the softmax is zero beside which the form is known, if there is one."""
+def is_no_factor(form: Form, values: Values, zero_outside: Container[Node] = ()) -> Tensor:
+    """Where the softmax is zero or NaN beside which the form is known, if there is one: their product is, too."""
     if form.beside is None or form.x is None:
         return torch.zeros((), dtype=torch.bool)
     scale, shift = (dense_poly(poly, values, zero_outside)[0] for poly in form.beside)
-    return (scale * values[form.x].double() - shift).exp() == 0
+    return ~((scale * values[form.x].double() - shift).exp() > 0)
 
 
 def _columns(hot: OneHot, form: Form, values: Values, zero_outside: Container[Node]) -> Tensor:

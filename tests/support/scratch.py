@@ -30,7 +30,7 @@ from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
 from fx_passes.walk.walk import Walk
-from tests.support.dense import Values, dense, dense_mask, dense_poly, is_zero_softmax
+from tests.support.dense import Values, dense, dense_mask, dense_poly, is_no_factor
 
 aten = torch.ops.aten
 
@@ -366,13 +366,13 @@ class Walked:
         found = torch.as_tensor(found).expand(want.shape).double()
         want = want.double()
         wrong = free & wrong_elements(found, want, tolerance, draw.kind != "plain")
-        if wrong.any() and self._has_logits_of_nan(node, values):
+        if wrong.any() and self._makes_no_numbers(node, values):
             wrong &= ~want.isnan()
         if wrong.any():
             lost = self._divides_by_zero(node, values)
             wrong &= ~self._allowed(node, found, want, lost, draw)
             if isinstance(said := self.said(node), Form):
-                wrong &= ~is_zero_softmax(said, values, self._zero)
+                wrong &= ~is_no_factor(said, values, self._zero)
             wrong &= ~(found.isnan() & self._of_rows_of_nan(node, values, want))
         if wrong.any():
             at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -384,7 +384,7 @@ class Walked:
     def _allowed(self, node: Node, found: Tensor, want: Tensor, lost: bool, draw: Draw) -> Tensor:
         """A clamped value is some very low number; what a column mask leaves of a value is NaN where any of it is.
 
-        So it is where any of it is +inf, and what is written over a column of nothing but NaN.
+        So it is where any of it is +inf or all of it -inf, and what is written over a column of nothing but NaN.
 
         Where infinite numbers are `lost`, NaN is as good.
         """
@@ -396,6 +396,7 @@ class Walked:
         low = (found.abs() >= 1e4) & (want * found.sign() >= 1e4) | found.isinf()
         infinite = want.isinf() & torch.tensor(draw.kind in ("infinite", "mixed"))
         row = (want.isnan() | infinite).any(said.vdim, keepdim=True)
+        row |= (want == -torch.inf).all(said.vdim, keepdim=True)
         if not any(hot.multiplied for hot in said.hots):
             columns = sum(
                 hint(shape_of(index)[said.vdim]) for hot in said.hots for index in hot.index
@@ -404,11 +405,13 @@ class Walked:
         left = found.isnan() & row & torch.tensor(bool(said.hots))
         return by_zero | low & torch.tensor(said.clamped) | left
 
-    def _has_logits_of_nan(self, node: Node, values: Values) -> bool:
-        """The program itself makes NaN of plain numbers, by an operator that no rule knows: log(x)."""
-        forms = [self.walk.context.values.get(each) for each in (*ancestors([node]), node)]
+    def _makes_no_numbers(self, node: Node, values: Values) -> bool:
+        """Of plain numbers the program itself makes NaN by an operator that no rule knows, log(x), or fills in -inf."""
+        before = (*ancestors([node]), node)
+        forms = [self.walk.context.values.get(each) for each in before]
         roots = {form.x for form in forms if isinstance(form, Form) and form.x is not None}
-        return any(bool(values[root].isnan().any()) for root in roots)
+        infinite = any(is_float_tensor(each) and values[each].isinf().any() for each in before)
+        return infinite or any(bool(values[root].isnan().any()) for root in roots)
 
     def _of_rows_of_nan(self, node: Node, values: Values, want: Tensor) -> Tensor:
         """Elements of rows whose logits are NaN throughout: they stay NaN, though `x >= finfo.min` takes them out."""
