@@ -1127,6 +1127,11 @@ MUTANTS = [
             "    return Poly.atom(c.emitter.call(aten.clamp.default, divisor, -largest, largest))\n",
         ),
         (
+            "each term of a factor times -inf", "walk/context.py", "rules/test_infinite_factors.py",
+            "        if len(factor.terms) < 2:\n            return factor\n",
+            "        if factor.terms:\n            return factor\n",
+        ),
+        (
             "p > 0 of a negative p", "rules/guards.py", "rules/test_constants_and_columns.py negative",
             "        return (Guard.NULL, True) if positive else None",
             "        return Guard.NULL, True",

@@ -54,7 +54,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     if not form.f.is_zero:
         # first: (x - max) - log_sum, never x + (...); `RowNodes.emit` sees to it where the factor is a number
         around = affine_center(c, form) if form.f.as_number() is None else Near()
-        result = result + _scaled(c, taken, around, form.f, dtype) + around.value
+        result = result + _scaled(c, form, taken, around, form.f) + around.value
     result = result + form.e
     for term in form.exps:
         result = result + _exp_column(c, form, term, taken, dtype)
@@ -80,17 +80,17 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
     return plus_column(c, form, index, (written - column(c, form, (index,))) * hit)
 
 
-def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dtype) -> Poly:
+def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> Poly:
     """scale * (x - center) at the column; as the operators, a row whose scale is 0 does not look at x."""
     number, difference = scale.as_number(), taken - around.center
     if number is not None and abs(number) == 1:
         return difference * scale
-    like = next(iter(taken.atoms()))
+    dtype, like = dtype_of(form), next(iter(taken.atoms()))
     if not around.center.is_zero:
         difference = Poly.atom(c.rows.emit_node(difference, dtype, like))
     if number is not None:
         return difference * scale
-    scaled = c.rows.emit_node(difference * scale, dtype, like)
+    scaled = c.rows.emit_node(difference * c.as_one(form, scale), dtype, like)
     scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
     c.rows.guarded[scaled] = difference * scale
     if not around.center.is_zero:
@@ -100,7 +100,7 @@ def _scaled(c: Context, taken: Poly, around: Near, scale: Poly, dtype: torch.dty
 
 def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
     around = near(c, form, term.scale, term.shift)
-    z = _scaled(c, taken, around, term.scale, dtype)
+    z = _scaled(c, form, taken, around, term.scale)
     exponent = c.rows.emit(z - (term.shift - around.value), dtype)
     term = replace(term, a=term.a + term.b * around.value)
     return _weighted(c, term, z, c.emitter.call(aten.exp.default, exponent), dtype)

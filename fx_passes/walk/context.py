@@ -264,7 +264,15 @@ class Context:
     def total(self, form: Form) -> Poly:
         """sum_v f x as V max(f x) + sum_v (f x - max(f x)), by statistics that are there already."""
         factor, stats = self.statistics.any_scale(form)
-        return stats.max * self.vocabulary(form) * factor + stats.total * factor
+        whole = self.as_one(form, factor)
+        return stats.max * self.vocabulary(form) * factor + stats.total * whole
+
+    def as_one(self, form: Form, factor: Poly) -> Poly:
+        """A factor of what may be -inf: its terms, each times that, could be inf - inf."""
+        if len(factor.terms) < 2:
+            return factor
+        assert form.x is not None
+        return Poly.atom(self.rows.emit_node(factor, dtype_of(form), form.x))
 
     def gather(self, x: Node, vdim: int, index: Node) -> Node:
         """x at `index`; where x would be a copy of the logits, the index moves to the logits instead."""
