@@ -1128,8 +1128,8 @@ MUTANTS = [
         ),
         (
             "each term of a factor times -inf", "walk/context.py", "rules/test_infinite_factors.py",
-            "        if len(factor.terms) < 2:\n            return factor\n",
-            "        if factor.terms:\n            return factor\n",
+            "        if len(factor.terms) < 2 or self.rows.is_placed(factor):\n",
+            "        if factor.terms:\n",
         ),
         (
             "p > 0 of a negative p", "rules/guards.py", "rules/test_constants_and_columns.py negative",

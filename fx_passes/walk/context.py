@@ -268,8 +268,11 @@ class Context:
         return stats.max * self.vocabulary(form) * factor + stats.total * whole
 
     def as_one(self, form: Form, factor: Poly) -> Poly:
-        """A factor of what may be -inf: its terms, each times that, could be inf - inf."""
-        if len(factor.terms) < 2:
+        """A factor of what may be -inf: its terms, each times that, could be inf - inf.
+
+        One that is 0 outside its rows stays what it is: there it takes NaN out.
+        """
+        if len(factor.terms) < 2 or self.rows.is_placed(factor):
             return factor
         assert form.x is not None
         return Poly.atom(self.rows.emit_node(factor, dtype_of(form), form.x))
