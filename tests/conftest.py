@@ -7,11 +7,13 @@ for each other spin. On a busy machine a softmax of 7 x 37 numbers takes 5 ms wi
 import gc
 import os
 import random
+from collections import Counter
 
 import pytest
 import torch
 import torch._dynamo.guards
 import torch._logging._internal
+from tabulate import tabulate
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 # Inductor's cache (torch 2.13) does not ask for which vector instructions a kernel was written. Its imports have
@@ -57,3 +59,17 @@ def pytest_collection_finish() -> None:
     """What the imports have made stays, and no collection has to look at it again: a tenth of the time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the generated programs came to (`test_programs.py`), of all workers."""
+    totals: dict[str, Counter[str]] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if getattr(report, "when", "") != "call":
+            continue
+        for how, counts in (found for name, found in report.user_properties if name == "programs"):
+            totals.setdefault(how, Counter()).update(counts)
+    if totals:
+        terminalreporter.section("generated programs")
+        rows = [{"compiled with": how, **counts} for how, counts in totals.items()]
+        terminalreporter.write_line(tabulate(rows, headers="keys"))

@@ -2,8 +2,9 @@
 
 Each mutant is one exact replacement in one file of a temporary copy of the packages, and the tests that should fail for
 it. Killed: a test fails. Survived: they all pass, so that nothing holds the precondition. The list is written by hand,
-what a person could forget to check: in the rules, the packer, the collectives and the in-place checks. It is data, and
-longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N` several at a time.
+what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, those at run time
+too. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N`
+several at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FX = "tests/fx_passes/"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old` stands once in `file` below fx_passes/ and becomes `new`; `tests` are pytest's arguments."""
+    """`old` stands once in `file`, seen from fx_passes/, and becomes `new`; `tests` are pytest's arguments."""
 
     name: str
     file: str
@@ -1501,6 +1502,136 @@ MUTANTS = [
             "rounded logits meet the logsumexp of others", "fuse.py", "test_soundness.py their_own_logsumexp",
             "        read = walk.account.returned | _rounded_and_read(walk)",
             "        read = walk.account.returned",
+        ),
+        (
+            "who retains the graph is not asked", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py retained_and_twice or called_twice",
+            "    if keeps_graph():\n        return RETAINED\n",
+            "",
+        ),
+        (
+            "a leaf is nobody's", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py leaf",
+            "    if owner.requires_grad and owner.is_leaf:\n",
+            "    if False:\n",
+        ),
+        (
+            "weak references lead nowhere", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py weak",
+            "    if any(map(weakref.getweakrefcount, (x, owner, storage))):\n",
+            "    if False:\n",
+        ),
+        (
+            "all memory is torch's own", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py not_torchs_own",
+            "    if not storage.resizable():\n",
+            "    if False:\n",
+        ),
+        (
+            "a dispatch mode keeps nothing", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py modes_that_see",
+            "    if dispatch_modes():\n",
+            "    if False:\n",
+        ),
+        (
+            "what a view is of does not count", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py base_is_held",
+            "    if base is None:\n",
+            "    if True:\n",
+        ),
+        (
+            "only Python's references count", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py held",
+            "    if seen == least:\n",
+            "    if seen.python == least.python:\n",
+        ),
+        (
+            "a shorter way to the operator owns as much", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py shorter_way",
+            "    if _CALL is not None and (caller is None or caller.f_code is not _CALL):\n        return None  # a shorter way than the measured one owns less\n",
+            "",
+        ),
+        (
+            "a frame may have several names", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py shorter_way",
+            "        _sites[site] = (code, path.names(frame, x) == 1)\n",
+            "        _sites[site] = (code, True)\n",
+        ),
+        (
+            "another input may be a view of consumed logits", "../slime_compile/ops/checks.py", "test_consumed_aliases.py",
+            "        if x.numel() and other.numel() and other.untyped_storage().data_ptr() == memory:\n",
+            "        if False:\n",
+        ),
+        (
+            "rows that share memory are written", "../slime_compile/ops/checks.py", "../ops/test_ops.py",
+            "    if has_internal_overlap(x) == 1:\n",
+            "    if False:\n",
+        ),
+        (
+            "a leaf is written", "../slime_compile/ops/checks.py", "../ops/test_ops.py",
+            "    if owner.requires_grad and owner.is_leaf:\n",
+            "    if False:\n",
+        ),
+        (
+            "autograd does not hear of what is written", "../slime_compile/ops/operators.py", "../backend/test_consumed.py another_operation_saved",
+            "    torch.autograd.graph.increment_version(x)\n",
+            "",
+        ),
+        (
+            "any layout is the gradient's", "../slime_compile/ops/operators.py", "../backend/test_logits_memory_is_held.py",
+            '    return "" if strided or x.is_contiguous() else "their strides are not those of the gradient"\n',
+            '    return ""\n',
+        ),
+        (
+            "hooks for what is saved are not looked for", "../slime_compile/backend/consumed.py", "../backend/test_consumed.py hooks",
+            "        if saved_tensors_hooks_at_work(True) is not None:\n",
+            "        if False:\n",
+        ),
+        (
+            "heads that change between are equal", "equal_heads.py", "test_equal_heads.py left",
+            "    if any(is_change(n) and not changeable.isdisjoint(n.all_input_nodes) for n in graph.nodes):\n",
+            "    if False:\n",
+        ),
+        (
+            "heads in and out of no_grad are equal", "equal_heads.py", "test_equal_heads.py left",
+            "        yield node, (grad, others)\n",
+            "        yield node, (0, others)\n",
+        ),
+        (
+            "heads under autocast and beside it are equal", "equal_heads.py", "test_equal_heads.py left",
+            "        yield node, (grad, others)\n",
+            "        yield node, (grad, 0)\n",
+        ),
+        (
+            "1 and 1.0 are one number", "equal_heads.py", "test_equal_heads.py another_type",
+            "    return (type(value), value) if not isinstance(value, Node) else value\n",
+            "    return value\n",
+        ),
+        (
+            "an output whose gradient is read is dropped", "function_outputs.py", "test_function_outputs.py",
+            "if at in read or gradient.users]",
+            "if at in read]",
+        ),
+        (
+            "outputs keep their numbers", "function_outputs.py", "test_function_outputs.py",
+            "    _renumber(call, kept)\n",
+            "",
+        ),
+        (
+            "a body of two calls is one's own", "function_outputs.py", "test_function_outputs.py two_calls",
+            "    if sum(len(node.users) for node in same if node.target == argument.target) != 1:\n",
+            "    if False:\n",
+        ),
+        (
+            "another dtype is no difference", "verify.py", "test_soundness.py verify",
+            "        if want.dtype != have.dtype or want.shape != have.shape:\n",
+            "        if want.shape != have.shape:\n",
+        ),
+        (
+            "a NaN is no difference", "verify.py", "test_soundness.py verify",
+            "        if not error <= max(_TOLERANCE.get(want.dtype, 0.0), least):\n",
+            "        if error > 1:\n",
+        ),
+        (
+            "what hides an empty row stands in", "walk/row_differences.py", "walk/test_row_differences.py empty_row",
+            "    if not kept and not any(map(c.statistics.shows_empty_rows, total.atoms())):\n        return None\n",
+            "",
+        ),
+        (
+            "one of several is all there is", "rules/row_scalars.py", "test_rules.py polynomial and select",
+            "if same(shape_of(first)[dim], 1) else None",
+            "if True else None",
         ),
         (
             "two outputs are one loss", "linear/in_forward.py", "test_linear_in_forward.py wait",

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import is_backward, is_float_tensor, shape_of, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.walk.row_scalars import RowRule, RowScalars
 
@@ -40,6 +40,13 @@ def row_reshape(rows: RowScalars, node: Node) -> Poly | None:
     first = node.args[0]
     assert isinstance(first, Node)
     return rows.moved(first, lambda atom: rows.emitter.reshape(atom, rows.view_sizes(node)))
+
+
+def row_select(rows: RowScalars, node: Node) -> Poly | None:
+    """All there is in the dimension; one of several is a number of its own."""
+    first, dim = node.args[:2]
+    assert isinstance(first, Node) and isinstance(dim, int)
+    return row_reshape(rows, node) if same(shape_of(first)[dim], 1) else None
 
 
 def row_neg(rows: RowScalars, node: Node) -> Poly | None:

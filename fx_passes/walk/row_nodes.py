@@ -58,6 +58,19 @@ class RowNodes:
     def is_level_free(self, atom: Node) -> bool:
         return under(atom, VIEWS) in self.level_free
 
+    def offsets(self, poly: Poly) -> dict[tuple[Node, Monomial], float]:
+        """How often an offset of some logits is in a number per row: theirs, beside each factor of a level."""
+        found: dict[tuple[Node, Monomial], float] = {}
+        for monomial, number in poly.terms.items():
+            levels = [factor for factor in monomial if self._is_level(*factor)]
+            if len(levels) != 1:
+                continue
+            logits = self.logits_of(levels[0][0])
+            assert logits is not None
+            key = logits, tuple(factor for factor in monomial if factor not in levels)
+            found[key] = found.get(key, 0.0) + number
+        return found
+
     def place(self, node: Node) -> Node:
         """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
         self.zero_outside.add(node)
@@ -136,7 +149,10 @@ class RowNodes:
 
     def _has_level(self, monomial: Monomial) -> bool:
         """Whether one factor, and no other, is a level."""
-        return sum(power == 1 and self.logits_of(atom) is not None for atom, power in monomial) == 1
+        return sum(self._is_level(*factor) for factor in monomial) == 1
+
+    def _is_level(self, atom: Node, power: int) -> bool:
+        return power == 1 and self.logits_of(atom) is not None
 
     def _apart(self, mine: Monomial, theirs: Monomial) -> tuple[Monomial, Node, Node] | None:
         """What both have, and the one number of each that the other has not, no level of other logits."""

@@ -78,6 +78,10 @@ class Statistics:
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
+    def shows_empty_rows(self, atom: Node) -> bool:
+        """A mean or a total: NaN in rows of nothing but -inf, too, where `log_sum` is -inf."""
+        return self.is_one(atom) and under(atom, VIEWS).args[1] in (2, 3)
+
     def any_in(self, poly: Poly) -> bool:
         return any(map(self.is_one, poly.atoms()))
 

@@ -873,6 +873,13 @@ def row_dim(target: Any, grow: int = 0) -> Case:
     return case
 
 
+def row_select(m: Making) -> Node:
+    row = a_row(m)
+    rank = len(sizes(row))
+    at = m.one(-1, -1, m.some(-rank, max(rank - 1, 0)))
+    return m.call(aten.select.int, row, at, m.one(0, 0, -1, 1))
+
+
 def row_log(m: Making) -> Node:
     row = a_row(m)
     if m.one(True, False):
@@ -892,6 +899,7 @@ ROW_CASES: dict[Any, Case] = {
     aten.squeeze.default: row_unary(aten.squeeze.default),
     aten.squeeze.dim: row_dim(aten.squeeze.dim),
     aten.squeeze.dims: row_dim(aten.squeeze.dims),
+    aten.select.int: row_select,
     aten.neg.default: row_unary(aten.neg.default),
     aten.add.Tensor: row_binary(aten.add.Tensor),
     aten.sub.Tensor: row_binary(aten.sub.Tensor),

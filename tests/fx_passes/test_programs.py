@@ -1,11 +1,13 @@
 """Programs made up from plain torch, compiled and judged: some in every run, more by CI, thousands by `make fuzz`.
 
-The counts that a run prints are those of `program_judge.Counts`; a failure prints its smallest program as a script.
+The counts that a run prints at its end are those of `program_judge.Counts`, by how the programs were compiled; a
+failure prints its smallest program as a script.
 """
 
 import importlib
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +29,14 @@ QUICK = 8  # of the batches; the others are thorough
 MANY = 1_000_000  # where the seeds of `make fuzz` start
 
 
-def _run(start: int, count: int, **how: Any) -> Counts:
+Record = Callable[[str, object], None]
+
+
+def _run(start: int, count: int, record: Record, **how: Any) -> Counts:
     judge, counts = Judge(**how), Counts()
     for seed, program in programs(start, count):
         counts.add(seed, program, judge.judge(program))
-    print(how, counts)
+    record("programs", counts.recorded(**how))
     return counts
 
 
@@ -58,8 +63,8 @@ def _fails_like(judge: Judge, verdict: Verdict) -> Any:
         *(pytest.param(batch, marks=pytest.mark.thorough) for batch in range(QUICK, BATCHES)),
     ],
 )
-def test_programs(batch: int) -> None:
-    counts = _run(batch * PER_BATCH, PER_BATCH)
+def test_programs(batch: int, record_property: Record) -> None:
+    counts = _run(batch * PER_BATCH, PER_BATCH, record_property)
     _assert_none(counts)
     assert counts.kinds["fused"] >= PER_BATCH // 4, f"{counts}: too few are ours to say anything"
 
@@ -76,8 +81,10 @@ def test_programs(batch: int) -> None:
     ],
     ids=str,
 )
-def test_thousands_of_programs(batch: int, count: int, how: dict[str, Any]) -> None:
-    _assert_none(_run(MANY + 1000 * batch, count, **how), **how)
+def test_thousands_of_programs(
+    batch: int, count: int, how: dict[str, Any], record_property: Record
+) -> None:
+    _assert_none(_run(MANY + 1000 * batch, count, record_property, **how), **how)
 
 
 def _on_rank(rank: int, some: list[tuple[int, Program]]) -> list[Verdict]:
@@ -87,7 +94,7 @@ def _on_rank(rank: int, some: list[tuple[int, Program]]) -> list[Verdict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(20))
-def test_programs_over_two_ranks(batch: int) -> None:
+def test_programs_over_two_ranks(batch: int, record_property: Record) -> None:
     """Each rank has its own logits; the ranks reduce values of the rows."""
     harness.world()
     some, seed = [], MANY + 100 * batch
@@ -100,7 +107,7 @@ def test_programs_over_two_ranks(batch: int) -> None:
         assert not isinstance(found, Exception), f"{[seed for seed, _ in some]}: {found}"
         for (seed, program), verdict in zip(some, found, strict=True):
             counts.add(seed, program, verdict)
-    print(counts)
+    record_property("programs", counts.recorded(ranks=2))
     told = [
         f"{seed}: {verdict.detail}\n{p.spec}\n{p.source}" for seed, p, verdict in counts.failures
     ]

@@ -88,6 +88,9 @@ class Verdict:
         return self.kind in ("mismatch", "raises")
 
 
+KINDS = ("programs", "fused", "equal", "refused", "torch", "discarded", "mismatch", "raises")
+
+
 @dataclass
 class Counts:
     """Verdicts of many programs."""
@@ -104,18 +107,13 @@ class Counts:
             self.failures.append((seed, program, verdict))
 
     def __str__(self) -> str:
-        named = (
-            "programs",
-            "fused",
-            "equal",
-            "refused",
-            "torch",
-            "discarded",
-            "mismatch",
-            "raises",
-        )
         words = {"torch": "failed in plain torch too"}
-        return ", ".join(f"{words.get(k, k)} {self.kinds[k]}" for k in named)
+        return ", ".join(f"{words.get(k, k)} {self.kinds[k]}" for k in KINDS)
+
+    def recorded(self, **how: Any) -> tuple[str, dict[str, int]]:
+        """As a property of a test: how the programs were compiled, and how many came to what."""
+        name = ", ".join(f"{k}={v}" for k, v in how.items()) or "aot_eager"
+        return name, {kind: self.kinds[kind] for kind in KINDS}
 
 
 @dataclass

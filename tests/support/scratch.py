@@ -29,6 +29,7 @@ from fx_passes.graph.operators import VIEWS
 from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
+from fx_passes.walk.row_differences import take_offsets_away
 from fx_passes.walk.walk import Walk
 from tests.support.dense import Values, dense, dense_mask, dense_poly, is_no_factor
 
@@ -170,6 +171,7 @@ class Scratch:
         only_roots = None if roots is None else frozenset(roots)
         walk = Walk(self.graph, config, self.fake_mode, TABLES, only_roots)
         walk.run()
+        take_offsets_away(walk)
         return Walked(self, walk, nodes)
 
     def script(self) -> str:

@@ -1,0 +1,68 @@
+"""The program's own sums of numbers per row in which an offset of the logits cancels: from what is left of them.
+
+Entry point: `take_offsets_away`. `logsumexp - sum(p x)` is `log_sum - mean`, and `x[i] - logsumexp` is
+`(x[i] - max) - log_sum`: as the program writes them, they have the roundings of numbers as large as the offset.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.poly import Poly
+from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
+from fx_passes.graph.operators import is_collective
+from fx_passes.graph.order import computed
+from fx_passes.walk.context import Context
+from fx_passes.walk.row_nodes import ROUNDING
+from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.walk import Walk
+
+aten = torch.ops.aten
+
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+
+
+def take_offsets_away(walk: Walk) -> None:
+    """Finds what stands in for such sums; nothing where ranks exchange numbers, which all of them must go on doing."""
+    graph, account, c = walk.graph, walk.account, walk.context
+    nodes = list(graph.nodes)
+    if any(map(is_collective, nodes)):
+        return
+    live = computed(graph, account.replacements)
+    with graph.inserting_before(nodes[-1]):
+        for node in nodes:
+            if node in live and node.target in _SUMS and node not in account.replacements:
+                c.emitter.origin = node
+                found = _without_offset(c, node)
+                if found is not None:
+                    account.replacements[node] = c.emitter.represents[node] = found
+
+
+def _without_offset(c: Context, node: Node) -> Node | None:
+    """None where nothing cancels, or what is left would hide that a row is NaN."""
+    operands = node.all_input_nodes
+    if not all(is_float_tensor(arg) and arg in c.rows.of_logits for arg in operands):
+        return None
+    polys = list(map(c.rows.meaning, operands))
+    if len(operands) != 2 or all(len(poly.terms) < 2 for poly in polys):
+        return None
+    poly = c.rows.meaning(node)
+    logits = _cancelled(c, *polys, poly)
+    if logits is None or value(node).dtype.itemsize > compute_dtype(logits).itemsize:
+        return None
+    found = c.rows.emit_node(poly, compute_dtype(logits), node)
+    if not same_shape(shape_of(found), shape_of(node)):
+        return None
+    return c.emitter.cast(found, value(node).dtype)
+
+
+def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
+    """The logits of which both have an offset, and their sum has none."""
+    mine, theirs, kept = map(c.rows.offsets, (left, right, total))
+    if not kept and not any(map(c.statistics.shows_empty_rows, total.atoms())):
+        return None
+    for key, number in mine.items():
+        if key in theirs and abs(kept.get(key, 0.0)) <= ROUNDING * abs(number):
+            return key[0]
+    return None
