@@ -32,8 +32,8 @@ from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch
-from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown_values, wide_values
 from fx_passes.walk.row_differences import take_offsets_away
+from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown_values, wide_values
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten

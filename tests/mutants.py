@@ -2,8 +2,8 @@
 
 Each mutant is one exact replacement in one file of a temporary copy of the packages, and the tests that should fail for
 it. Killed: a test fails. Survived: they all pass, so that nothing holds the precondition. The list is written by hand,
-what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, those at run time
-too. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N`
+what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, also those at run
+time. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N`
 several at a time.
 """
 

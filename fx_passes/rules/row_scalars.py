@@ -45,7 +45,8 @@ def row_reshape(rows: RowScalars, node: Node) -> Poly | None:
 def row_select(rows: RowScalars, node: Node) -> Poly | None:
     """All there is in the dimension; one of several is a number of its own."""
     first, dim = node.args[:2]
-    assert isinstance(first, Node) and isinstance(dim, int)
+    assert isinstance(first, Node)
+    assert isinstance(dim, int)
     return row_reshape(rows, node) if same(shape_of(first)[dim], 1) else None
 
 

@@ -44,11 +44,12 @@ def _without_offset(c: Context, node: Node) -> Node | None:
     operands = node.all_input_nodes
     if not all(is_float_tensor(arg) and arg in c.rows.of_logits for arg in operands):
         return None
-    polys = list(map(c.rows.meaning, operands))
-    if len(operands) != 2 or all(len(poly.terms) < 2 for poly in polys):
+    if len(operands) != 2:
         return None
-    poly = c.rows.meaning(node)
-    logits = _cancelled(c, *polys, poly)
+    left, right, poly = map(c.rows.meaning, (*operands, node))
+    if max(len(left.terms), len(right.terms)) < 2:
+        return None
+    logits = _cancelled(c, left, right, poly)
     if logits is None or value(node).dtype.itemsize > compute_dtype(logits).itemsize:
         return None
     found = c.rows.emit_node(poly, compute_dtype(logits), node)
