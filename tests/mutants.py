@@ -2,9 +2,9 @@
 
 Each mutant is one exact replacement in one file of a temporary copy of the packages, and the tests that should fail for
 it. Killed: a test fails. Survived: they all pass, so that nothing holds the precondition. The list is written by hand,
-what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, also those at run
-time. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of them; `--workers N`
-several at a time.
+what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, when a graph is
+compiled and when it runs. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of
+them; `--workers N` several at a time.
 """
 
 from __future__ import annotations
@@ -1504,7 +1504,7 @@ MUTANTS = [
             "        read = walk.account.returned",
         ),
         (
-            "who retains the graph is not asked", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py retained_and_twice or called_twice",
+            "who retains the graph is not asked", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py",
             "    if keeps_graph():\n        return RETAINED\n",
             "",
         ),
@@ -1524,12 +1524,12 @@ MUTANTS = [
             "    if False:\n",
         ),
         (
-            "a dispatch mode keeps nothing", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py modes_that_see",
+            "a dispatch mode keeps nothing", "../slime_compile/ops/holders.py", "../backend/test_autograd_holds_logits.py",
             "    if dispatch_modes():\n",
             "    if False:\n",
         ),
         (
-            "what a view is of does not count", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py base_is_held",
+            "what a view is of does not count", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py a_view_is_saved or evaluates",
             "    if base is None:\n",
             "    if True:\n",
         ),
@@ -1539,7 +1539,7 @@ MUTANTS = [
             "    if seen.python == least.python:\n",
         ),
         (
-            "a shorter way to the operator owns as much", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py shorter_way",
+            "a shorter way to the operator owns as much", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py",
             "    if _CALL is not None and (caller is None or caller.f_code is not _CALL):\n        return None  # a shorter way than the measured one owns less\n",
             "",
         ),
