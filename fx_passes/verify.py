@@ -72,14 +72,17 @@ def _run(graph: Graph, module: torch.nn.Module, inputs: list[Any]) -> list[Any]:
 
 
 def _error(want: torch.Tensor, have: torch.Tensor) -> float:
-    """The largest error relative to the largest element of its row, or a hundredth of the largest of all."""
+    """The largest error relative to the largest element of its row, or a hundredth of the largest of all.
+
+    NaN for an element that has become NaN; one that was NaN may be anything.
+    """
     if want.numel() == 0:
         return 0.0
     want, have = want.double(), have.double()
     size = want.nan_to_num().abs()
     row = size.amax(-1, keepdim=True) if size.dim() > 1 else size
-    error = (want - have).nan_to_num().abs() / (row + 0.01 * size.max()).clamp_min(1e-6)
-    return float(error.max())
+    error = torch.where(want.isnan() | (want == have), 0.0, (want - have).abs())
+    return float((error / (row + 0.01 * size.max()).clamp_min(1e-6)).max())
 
 
 def _random(node: Node) -> Any:

@@ -1509,11 +1509,6 @@ MUTANTS = [
             "",
         ),
         (
-            "a leaf is nobody's", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py leaf",
-            "    if owner.requires_grad and owner.is_leaf:\n",
-            "    if False:\n",
-        ),
-        (
             "weak references lead nowhere", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py weak",
             "    if any(map(weakref.getweakrefcount, (x, owner, storage))):\n",
             "    if False:\n",
@@ -1544,11 +1539,6 @@ MUTANTS = [
             "",
         ),
         (
-            "a frame may have several names", "../slime_compile/ops/holders.py", "../backend/test_who_holds_logits.py shorter_way",
-            "        _sites[site] = (code, path.names(frame, x) == 1)\n",
-            "        _sites[site] = (code, True)\n",
-        ),
-        (
             "another input may be a view of consumed logits", "../slime_compile/ops/checks.py", "test_consumed_aliases.py",
             "        if x.numel() and other.numel() and other.untyped_storage().data_ptr() == memory:\n",
             "        if False:\n",
@@ -1569,11 +1559,6 @@ MUTANTS = [
             "",
         ),
         (
-            "any layout is the gradient's", "../slime_compile/ops/operators.py", "../backend/test_logits_memory_is_held.py",
-            '    return "" if strided or x.is_contiguous() else "their strides are not those of the gradient"\n',
-            '    return ""\n',
-        ),
-        (
             "hooks for what is saved are not looked for", "../slime_compile/backend/consumed.py", "../backend/test_consumed.py hooks",
             "        if saved_tensors_hooks_at_work(True) is not None:\n",
             "        if False:\n",
@@ -1587,11 +1572,6 @@ MUTANTS = [
             "heads in and out of no_grad are equal", "equal_heads.py", "test_equal_heads.py left",
             "        yield node, (grad, others)\n",
             "        yield node, (0, others)\n",
-        ),
-        (
-            "heads under autocast and beside it are equal", "equal_heads.py", "test_equal_heads.py left",
-            "        yield node, (grad, others)\n",
-            "        yield node, (grad, 0)\n",
         ),
         (
             "1 and 1.0 are one number", "equal_heads.py", "test_equal_heads.py another_type",
@@ -1614,12 +1594,12 @@ MUTANTS = [
             "    if False:\n",
         ),
         (
-            "another dtype is no difference", "verify.py", "test_soundness.py verify",
+            "another dtype is no difference", "verify.py", "test_verify.py",
             "        if want.dtype != have.dtype or want.shape != have.shape:\n",
             "        if want.shape != have.shape:\n",
         ),
         (
-            "a NaN is no difference", "verify.py", "test_soundness.py verify",
+            "a NaN is no difference", "verify.py", "test_verify.py",
             "        if not error <= max(_TOLERANCE.get(want.dtype, 0.0), least):\n",
             "        if error > 1:\n",
         ),
