@@ -260,6 +260,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, s.input("rows", (VOCAB,)))
 
 
+@refused("an operand varies over the vocabulary and is made of logits by what is not known")
+def _(s: Scratch, x: Node) -> None:
+    whole = s.call(torch.ops.prims.convert_element_type.default, x, torch.int64)
+    s.call(aten.mul.Tensor, x, whole)
+
+
 @refused("an operand is neither a number nor a row scalar: complex_number")
 def _(s: Scratch, x: Node) -> None:
     made = s.call(aten.full.default, [], 1j, dtype=torch.complex64, device="cpu")
