@@ -1,8 +1,8 @@
 """In-place losses of Megatron, slime and verl: fused, right, and what they leave in the logits is left there.
 
 Every loss x handed over how x dtype x ranks x option x inner; `make test` runs each loss handed over in each way once,
-the rest in turn, CI all that have no option. Two ranks are processes over gloo, since megatron-core knows its group by a
-global.
+the rest in turn, and CI all that have no option. Two ranks are processes over gloo, since megatron-core knows its group
+by a global.
 """
 
 from __future__ import annotations

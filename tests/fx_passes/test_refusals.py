@@ -262,7 +262,7 @@ def _(s: Scratch, x: Node) -> None:
 
 @refused("an operand varies over the vocabulary and is made of logits by what is not known")
 def _(s: Scratch, x: Node) -> None:
-    whole = s.call(torch.ops.prims.convert_element_type.default, x, torch.int64)
+    whole = s.call(prims.convert_element_type.default, exponential(s, x), torch.int64)
     s.call(aten.mul.Tensor, x, whole)
 
 
