@@ -24,8 +24,8 @@ from tests.support.program_parts import BESIDE, PARTS, TWINS
 from tests.support.programs import Program, _Drawing, draw_spec, generate, programs, script
 from tests.support.reduce import smallest
 
-BATCHES, PER_BATCH = 12, 18  # 0.3 s each: batches that workers can share
-QUICK = 8  # of the batches; the others are thorough
+BATCHES, PER_BATCH = 16, 18  # 0.3 s each: batches that workers can share
+QUICK = 12  # of the batches; the others are thorough
 MANY = 1_000_000  # where the seeds of `make fuzz` start
 
 

@@ -168,12 +168,12 @@ class Pool:
             plain = torch.stack(self.plain)
             if torch.equal(plain.nan_to_num(), actual.nan_to_num()):
                 return  # bit for bit what there is without us
-            self.more_errors.append(_finite_errors(plain, truth))
+            self.more_errors.append(finite_errors(plain, truth))
         more = torch.cat(self.more_errors) if self.more_errors else None
         no_worse_than_eager(actual, eager, truth, eager.dtype, what, more)
 
 
-def _finite_errors(found: Tensor, truth: Tensor) -> Tensor:
+def finite_errors(found: Tensor, truth: Tensor) -> Tensor:
     errors = (found.double() - truth.double()).abs().flatten()
     return errors[errors.isfinite()]
 
@@ -412,7 +412,7 @@ def _add(pools: dict[str, Pool], what: str, found: Sequence[Tensor], true: Tenso
     pool = pools.setdefault(what, Pool())
     if len(found) == 1:
         units = torch.finfo(pool.eager[0].dtype).eps / torch.finfo(found[0].dtype).eps
-        pool.more_errors.append(units * _finite_errors(found[0].detach(), true.detach()))
+        pool.more_errors.append(units * finite_errors(found[0].detach(), true.detach()))
         return
     got, eager, *plain = (t.detach().clone() for t in found)
     assert got.dtype == eager.dtype, f"{what}: {got.dtype}, eager has {eager.dtype}"
