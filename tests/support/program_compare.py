@@ -90,8 +90,9 @@ def _row(
     magnitude = float(true[both].abs().max())
     budget = FACTOR * max(own, usual if magnitude >= 1e-3 * largest else 0.0)
     budget += eps * (8 * magnitude + FACTOR * max(1.0, between))
-    if eps == EXACT:
-        # eager code is the truth itself; the rounding of either's exponent counts as often as it is large
+    if eps == EXACT or magnitude > torch.finfo(torch.float32).max:
+        # eager code is the truth itself, or the number is an exponential: the rounding of the exponent counts as often
+        # as it is large
         budget += 2 * eps * magnitude * abs(math.log(max(magnitude, EXACT)))
     error = (got - true)[both].abs()
     worst = int(error.argmax())
