@@ -169,7 +169,7 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     saved_before = saved_bytes(graph, wide)
     live = computed(graph, account.replacements)
     fused = tuple(describe(walk, live))
-    take_offsets_away(walk)
+    take_offsets_away(walk, live)
     merged = _rewrite(walk, wide)
     wide |= {n for n in graph.nodes if n in account.gradients or _is_wide_copy(walk, n)}
     gradients = {n for n in account.gradients if is_backward(n)}

@@ -1590,8 +1590,13 @@ MUTANTS = [
         ),
         (
             "what hides an empty row stands in", "walk/row_differences.py", "walk/test_row_differences.py empty_row",
-            "    if not kept and not any(map(c.statistics.shows_empty_rows, total.atoms())):\n        return None\n",
-            "",
+            "any(key not in kept and key[0] not in shown for key in gone)",
+            "False",
+        ),
+        (
+            "other logits show an empty row", "walk/row_differences.py", "walk/test_row_differences.py other_logits",
+            "key not in kept and key[0] not in shown for key in gone",
+            "not kept and not shown - {None} for key in gone",
         ),
         (
             "one of several is all there is", "rules/row_scalars.py", "test_rules.py polynomial and select",

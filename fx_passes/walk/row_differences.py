@@ -6,13 +6,14 @@ Entry point: `take_offsets_away`. `logsumexp - sum(p x)` is `log_sum - mean`, an
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
-from fx_passes.graph.order import computed
 from fx_passes.walk.context import Context
 from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import compute_dtype
@@ -23,13 +24,15 @@ aten = torch.ops.aten
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 
 
-def take_offsets_away(walk: Walk) -> None:
-    """Finds what stands in for such sums; nothing where ranks exchange numbers, which all of them must go on doing."""
+def take_offsets_away(walk: Walk, live: Container[Node]) -> None:
+    """Finds what stands in for such sums among what is `live`.
+
+    Nothing where ranks exchange numbers, which all of them must go on doing.
+    """
     graph, account, c = walk.graph, walk.account, walk.context
     nodes = list(graph.nodes)
     if any(map(is_collective, nodes)):
         return
-    live = computed(graph, account.replacements)
     with graph.inserting_before(nodes[-1]):
         for node in nodes:
             if node in live and node.target in _SUMS and node not in account.replacements:
@@ -59,11 +62,17 @@ def _without_offset(c: Context, node: Node) -> Node | None:
 
 
 def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
-    """The logits of which both have an offset, and their sum has none."""
+    """The logits, or the first of them, of which both have an offset and their sum has none.
+
+    Of each, a difference of two levels has to be left, or a statistic, that is NaN where a row is nothing but -inf.
+    """
     mine, theirs, kept = map(c.rows.offsets, (left, right, total))
-    if not kept and not any(map(c.statistics.shows_empty_rows, total.atoms())):
+    gone = [
+        key
+        for key, number in mine.items()
+        if key in theirs and abs(kept.get(key, 0.0)) <= ROUNDING * abs(number)
+    ]
+    shown = {c.statistics.shows_empty_rows_of(atom) for atom in total.atoms()}
+    if not gone or any(key not in kept and key[0] not in shown for key in gone):
         return None
-    for key, number in mine.items():
-        if key in theirs and abs(kept.get(key, 0.0)) <= ROUNDING * abs(number):
-            return key[0]
-    return None
+    return gone[0][0]

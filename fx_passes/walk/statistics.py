@@ -78,9 +78,11 @@ class Statistics:
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
-    def shows_empty_rows(self, atom: Node) -> bool:
-        """A mean or a total: NaN in rows of nothing but -inf, too, where `log_sum` is -inf."""
-        return self.is_one(atom) and under(atom, VIEWS).args[1] in (2, 3)
+    def shows_empty_rows_of(self, atom: Node) -> Node | None:
+        """The logits of a mean or a total: NaN in rows of nothing but -inf, too, where `log_sum` is -inf."""
+        part = under(atom, VIEWS)
+        shows = self.is_one(part) and part.args[1] in (2, 3)
+        return self.operators[part.all_input_nodes[0]] if shows else None
 
     def any_in(self, poly: Poly) -> bool:
         return any(map(self.is_one, poly.atoms()))

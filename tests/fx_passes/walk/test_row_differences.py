@@ -120,3 +120,22 @@ def test_what_would_hide_an_empty_row_stays() -> None:
     with torch.no_grad():
         got = torch.compile(mass, backend="slime_fused", options=harness.OPTIONS)(x)
     assert got[3].isnan()
+
+
+def mass(x: Tensor, z: Tensor) -> Tensor:
+    return x.logsumexp(-1) - (x.amax(-1) + z.amax(-1)) + 0 * z.logsumexp(-1)
+
+
+def mass_and_entropy(x: Tensor, z: Tensor) -> Tensor:
+    return (x.logsumexp(-1) + z.logsumexp(-1)) - (x.amax(-1) + expected(z, z))
+
+
+@pytest.mark.parametrize("fn", [mass, mass_and_entropy])
+def test_other_logits_do_not_show_an_empty_row(fn: Value) -> None:
+    torch._dynamo.reset()
+    x, z = logits(torch.float32), logits(torch.float32).flip(0)
+    x[3] = -math.inf
+    with torch.no_grad():
+        got = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)(x, z)
+        want = fn(x, z)
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
