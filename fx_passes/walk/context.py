@@ -124,13 +124,11 @@ class Context:
                 same(size, 1) or (dim != form.vdim and same(size, form.shape[dim]))
                 for dim, size in enumerate(sizes)
             )
-            if not fits and arg in self.rows.of_logits:
-                raise Refused(
-                    "an operand varies over the vocabulary and is made of logits by what is not known"
-                )
             if not fits:
                 raise Refused(
-                    "an operand varies over the vocabulary and is not made from the logits"
+                    "an operand varies over the vocabulary and is made of logits by what is not known"
+                    if arg in self.rows.of_logits
+                    else "an operand varies over the vocabulary and is not made from the logits"
                 )
         return poly
 

@@ -69,8 +69,6 @@ def _quick() -> list[Row]:
 
 
 QUICK = _quick()
-PLAIN = [r for r in EVERY if r.option == "plain" and r not in QUICK]
-REST = [r for r in EVERY if r not in QUICK and r not in PLAIN]
 
 
 def data(row: Row) -> tuple[Tensor, Tensor]:
@@ -161,25 +159,19 @@ def check(row: Row, found: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(got, plain, rtol=roundings, atol=atol)
 
 
-@pytest.mark.parametrize("row", [r for r in QUICK if r.ranks == 1], ids=str)
+def _marks(row: Row) -> Any:
+    """Beside what `make test` runs, CI runs all that have no option."""
+    if row in QUICK:
+        return ()
+    return pytest.mark.thorough if row.option == "plain" else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, id=str(r), marks=_marks(r)) for r in EVERY if r.ranks == 1]
+)
 def test_one_rank(row: Row) -> None:
     harness.world()
     check(row, [run(0, row)])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("row", [r for r in PLAIN if r.ranks == 1], ids=str)
-def test_without_an_option_on_one_rank(row: Row) -> None:
-    harness.world()
-    check(row, [run(0, row)])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("loss", LOSSES)
-def test_without_an_option_on_two_ranks(loss: str) -> None:
-    rows = tuple(r for r in PLAIN if (r.ranks, r.loss) == (2, loss))
-    for row, found in on_two(rows).items():
-        check(row, found)
 
 
 @pytest.mark.parametrize("row", [r for r in QUICK if r.ranks == 2], ids=str)
@@ -187,17 +179,14 @@ def test_two_ranks(row: Row) -> None:
     check(row, on_two(tuple(r for r in QUICK if r.ranks == 2))[row])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [r for r in REST if r.ranks == 1], ids=str)
-def test_every_row_on_one_rank(row: Row) -> None:
-    harness.world()
-    check(row, [run(0, row)])
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    pytest.param(["plain"], id="plain", marks=pytest.mark.thorough),
+    pytest.param([o for o in OPTIONS if o != "plain"], id="options", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize(("loss", "inner"), list(itertools.product(LOSSES, INNERS)))
-def test_every_row_on_two_ranks(loss: str, inner: str) -> None:
-    rows = [r for r in REST if (r.ranks, r.loss, r.inner) == (2, loss, inner)]
+def test_every_row_on_two_ranks(loss: str, inner: str, options: list[str]) -> None:
+    rows = [r for r in EVERY if (r.ranks, r.loss, r.inner) == (2, loss, inner)]
+    rows = [r for r in rows if r.option in options]
     for at in range(0, len(rows), 6):
         some = tuple(rows[at : at + 6])
         for row, found in on_two(some).items():

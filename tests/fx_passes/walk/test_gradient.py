@@ -25,7 +25,7 @@ from tests.support.scratch import KINDS, Draw, Scratch, Walked, make, wrong_elem
 aten = torch.ops.aten
 
 BOUNDED = settings(
-    max_examples=30,
+    max_examples=60,  # what is drawn is not the same in every process, by what else it has imported
     phases=[Phase.generate, Phase.shrink],
     derandomize=True,
     database=None,
@@ -130,14 +130,13 @@ def run(target: Any, dtype: torch.dtype | None, way: str) -> Counter[str]:
 @pytest.mark.parametrize("way", WAYS)
 @targets(PACKED)
 def test_in_float64(target: Any, way: str) -> None:
-    # how many are drawn is not the same in every process, by what else it has imported
-    assert run(target, torch.float64, way)["compared"] > 10
+    assert run(target, torch.float64, way)["compared"] > 20
 
 
 @pytest.mark.parametrize("way", WAYS)
 @targets(PACKED[:5])
 def test_in_float32(target: Any, way: str) -> None:
-    assert run(target, None, way)["compared"] > 5
+    assert run(target, None, way)["compared"] > 10
 
 
 def test_from_a_saved_softmax() -> None:
