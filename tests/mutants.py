@@ -192,6 +192,41 @@ MUTANTS = [
             'return bool(self.exps) and not self.hots and plain',
         ),
         (
+            "what is lost beside a larger number is known", "rules/two_numbers.py", "rules/test_two_numbers.py",
+            '    if lost or not all(',
+            '    if not all(',
+        ),
+        (
+            "any number is exact in half precision", "rules/two_numbers.py", "rules/test_two_numbers.py",
+            '    return number == 0 or limits.tiny <= abs(number) <= limits.max',
+            '    return True',
+        ),
+        (
+            "a number per row is a flag", "rules/two_numbers.py", "rules/test_two_numbers.py",
+            '        if not (_is_one_column(operand, column) and all(map(_is_flag, flags))):',
+            '        if not _is_one_column(operand, column):',
+        ),
+        (
+            "several columns are one", "rules/two_numbers.py", "rules/test_two_numbers.py",
+            '    return plain and all(same(shape_of(index)[form.vdim], 1) for index in hot.index)',
+            '    return plain',
+        ),
+        (
+            "a row without a column has one", "rules/two_numbers.py", "rules/test_two_numbers.py",
+            '        index = c.emitter.where(missed, c.emitter.full([], -1, torch.int64, index), index)',
+            '        pass',
+        ),
+        (
+            "the logarithm of zero is a number", "rules/pointwise.py", "rules/test_two_numbers.py",
+            '    if numbers is not None and min(numbers.elsewhere, numbers.there) > 0:',
+            '    if numbers is not None and numbers.there > 0:',
+        ),
+        (
+            "any number is compared as zero", "rules/guards.py", "rules/test_two_numbers.py",
+            '        numbers = two_numbers(node.args[0], operand) if number == 0 else None',
+            '        numbers = two_numbers(node.args[0], operand)',
+        ),
+        (
             "infinite is -inf", "rules/guards.py", "test_zero_softmax.py",
             '    return form.e == -c.stats(form, form.f).logsumexp',
             '    return True',

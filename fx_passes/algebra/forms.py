@@ -141,6 +141,7 @@ class Guard(Enum):
     COLUMN = "the column is the row's index"
     PEAK = "the value is the row's maximum"
     ROW = "a row mask"
+    NEVER = "of no element"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fx_passes.rules.operands import (
     no_softmax,
     pair,
 )
+from fx_passes.rules.two_numbers import compared_with_zero, nowhere, two_numbers
 from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -49,6 +50,9 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
         if isinstance(other, Node):
             poly = c.rows.operand(other, 0)
             number = poly.as_number() if poly is not None else None
+        numbers = two_numbers(node.args[0], operand) if number == 0 else None
+        if numbers is not None:
+            return compared_with_zero(c, node, numbers)
         if isinstance(operand, Form) and operand.is_row and number is not None:
             return _compare_rows(c, node, operand)
         if isinstance(operand, Form) and number is not None:
@@ -110,6 +114,8 @@ def _lowest(node: Node, form: Form) -> float:
 
 
 def isnan(c: Context, node: Node, operand: Operand) -> Result:
+    if two_numbers(node.args[0], operand) is not None:
+        return nowhere(as_form(operand))
     return Mask(Guard.NAN, as_form(operand))
 
 
@@ -215,6 +221,8 @@ def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Op
         if condition.negated:
             condition, chosen, other = condition.invert(), other, chosen
             inside = node.args[2]
+        if condition.guard is Guard.NEVER:
+            return form_beside(c, other, condition.form)
         condition, chosen = _chosen_within(c, condition, inside, chosen, other)
         if condition.guard is Guard.ROW:
             if not isinstance(chosen, (Form, Mask)) and not isinstance(other, (Form, Mask)):

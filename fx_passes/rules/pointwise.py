@@ -25,6 +25,7 @@ from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.rules.row_scalars import stays_rounded
+from fx_passes.rules.two_numbers import two_numbers
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -420,6 +421,9 @@ def log(c: Context, node: Node, operand: Operand) -> Result:
     form = as_form(operand)
     if form.is_row and form.x is None and not form.e.is_zero:
         return form.with_(e=_log_of_row(c, form, form.e))
+    numbers = two_numbers(node.args[0], form)
+    if numbers is not None and min(numbers.elsewhere, numbers.there) > 0:
+        return numbers.map(math.log)
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
         raise Refused("log of a value that is not one softmax")
     (term,) = form.exps

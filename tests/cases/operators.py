@@ -194,7 +194,24 @@ def one_hot(m: Making, beside: Node) -> Node:
     return m.call(prims.convert_element_type.default, mask, m.s.dtype)
 
 
-RECIPES: tuple[Callable[[Making], Node], ...] = (log_softmax, softmax, tempered, masked_rows)
+def smoothed(m: Making) -> Node:
+    """A target: one number everywhere but at a column of the row, which may be missed."""
+    x = m.wide()
+    numbers = (0.1, 0.9, 1e-4, 1.0, 0.0, -0.5, 1e-12)
+    if m.one(True, False):
+        filled = m.call(aten.full_like.default, x, m.one(*numbers))
+        return m.call(aten.scatter.value, filled, -1, m.index((*sizes(x)[:-1], 1)), m.one(*numbers))
+    scaled = m.call(aten.mul.Tensor, one_hot(m, x), m.one(*numbers))
+    return m.call(aten.add.Tensor, scaled, m.one(*numbers))
+
+
+RECIPES: tuple[Callable[[Making], Node], ...] = (
+    log_softmax,
+    softmax,
+    tempered,
+    masked_rows,
+    smoothed,
+)
 
 
 # -- pointwise ----------------------------------------------------------------------------------------
@@ -278,7 +295,7 @@ def compare(target: Any) -> Case:
             number = m.one(torch.finfo(m.s.dtype).min, 0.0, number)
         x = m.wide()
         if number == 0.0 and m.one(True, False):
-            x = m.call(aten.exp.default, x)
+            x = m.one(lambda m: m.call(aten.exp.default, x), smoothed)(m)
         return m.call(target, x, number)
 
     return case
@@ -747,7 +764,8 @@ CASES: dict[Any, Case] = {
     aten.pow.Tensor_Scalar: with_number(aten.pow.Tensor_Scalar, 1, 2, 2.0, 3, 0.5, 0),
     aten.exp.default: unary(aten.exp.default),
     aten.log.default: lambda m: m.call(
-        aten.log.default, m.one(m.wide(), softmax(m), m.call(aten.exp.default, m.wide()))
+        aten.log.default,
+        m.one(m.wide(), softmax(m), smoothed(m), m.call(aten.exp.default, m.wide())),
     ),
     aten.eq.Scalar: compare(aten.eq.Scalar),
     aten.ne.Scalar: compare(aten.ne.Scalar),
@@ -755,7 +773,7 @@ CASES: dict[Any, Case] = {
     aten.ge.Scalar: compare(aten.ge.Scalar),
     aten.le.Scalar: compare(aten.le.Scalar),
     aten.eq.Tensor: equals,
-    aten.isnan.default: unary(aten.isnan.default),
+    aten.isnan.default: lambda m: m.call(aten.isnan.default, m.one(Making.wide, smoothed)(m)),
     aten.isinf.default: infinite,
     aten.bitwise_and.Tensor: both(aten.bitwise_and.Tensor),
     aten.logical_and.default: both(aten.logical_and.default),

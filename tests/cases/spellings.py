@@ -775,6 +775,22 @@ def smoothed_by_where(logits: Tensor, target: Tensor) -> Outputs:
     return (-(logits.log_softmax(-1) * soft).sum(-1),)
 
 
+@spelling("soft targets", notes="target * log(target) is known from its two numbers")
+def smoothed_kl_div(logits: Tensor, target: Tensor) -> Outputs:
+    log_probs = logits.log_softmax(-1)
+    with torch.no_grad():
+        soft = log_probs.clone().fill_(0.1 / (log_probs.shape[-1] - 1))
+        soft.scatter_(1, target.masked_fill(target == PAD, 1).unsqueeze(1), 0.9)
+    kl = F.kl_div(log_probs, soft, reduction="none")
+    return (kl.masked_fill((target == PAD).unsqueeze(1), 0).sum() / logits.shape[0],)
+
+
+@spelling("soft targets", shape=BSV)
+def smoothed_one_hot_kl_div(logits: Tensor, target: Tensor) -> Outputs:
+    hot = F.one_hot(target, logits.shape[-1]) * 0.9 + 0.1 / logits.shape[-1]
+    return (F.kl_div(logits.float().log_softmax(-1), hot, reduction="batchmean"),)
+
+
 @spelling("soft targets", shape=BSV)
 def smoothed_by_sum(logits: Tensor, target: Tensor) -> Outputs:
     smoothing = 0.1

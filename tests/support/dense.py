@@ -251,6 +251,8 @@ def _guarded(mask: Mask, values: Values, zero_outside: Container[Node]) -> Tenso
         index = _aligned(values[mask.index], form, "a mask", columns=1)
         return index.eq(_iota(form)) if mask.guard is Guard.COLUMN else index.bool()
     value, _ = dense(form, values, zero_outside)
+    if mask.guard is Guard.NEVER:
+        return torch.zeros_like(value, dtype=torch.bool)
     if mask.guard is Guard.NULL:
         return value == 0
     if mask.guard is Guard.MINUS_INF:

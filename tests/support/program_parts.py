@@ -75,6 +75,7 @@ FULL: dict[str, tuple[str, ...]] = {
         "{f} - F.one_hot({i}, {f}.shape[-1])", "F.one_hot({i}.flatten()[0], {f}.shape[-1]) * {f}",
         "{f} * (1 - F.one_hot({i}, {f}.shape[-1]))", "{f} - F.one_hot({i}, {f}.shape[-1]) * {f}",
         "torch.where(torch.arange({f}.shape[-1]) == {i}[..., None], 0, {f})",
+        "torch.full_like({f}, 0.1).scatter(-1, {i}[..., None], 0.9)", "F.one_hot({i}, {f}.shape[-1]) * 0.9 + 0.01",
     ),
     "rearranged": (
         "{f}.flip(-1)", "{f}.roll(1, -1)", "torch.cat([{f}[..., 2:], {f}[..., :2]], -1)", "{f}.sort(-1).values", "{f}.cumsum(-1)",
@@ -172,6 +173,8 @@ SCALAR: dict[str, tuple[str, ...]] = {  # [*L]
         "F.cross_entropy({f}, {i}, reduction='none', ignore_index=1)", "F.cross_entropy({f}, {i}, {c}.abs(), reduction='none')",
         "F.cross_entropy({f}.flatten(0, -2), {i}.masked_fill(~{k}, -100).flatten(), reduction='none').view({i}.shape)",
         "F.cross_entropy({f}, {g}.softmax(-1), reduction='none')", "F.kl_div({f}, {g}, log_target=True, reduction='none').sum(-1)",
+        "F.kl_div({f}.log_softmax(-1), F.one_hot({i}, {f}.shape[-1]) * 0.9 + 0.01, reduction='none').sum(-1)",
+        "F.kl_div({f}.log_softmax(-1), torch.full_like({f}, 0.1).scatter(-1, {i}[..., None], 0.9), reduction='none').sum(-1)",
         "F.kl_div({f}.log_softmax(-1), {g}.softmax(-1), reduction='none').sum(-1)", "Categorical(logits={f}, validate_args=False).entropy()",
         "Categorical(logits={f}, validate_args=False).log_prob({i})", "F.cross_entropy({f}.movedim(-1, 1), {i}, reduction='none')",
         "F.kl_div({f}.log_softmax(-1), {g}.log_softmax(-1), log_target=True, reduction='none').sum(-1)",
