@@ -19,6 +19,13 @@ class Refused(Exception):
     """A rule cannot express its result as a form; the message is the reason that the user reads."""
 
 
+class TwoLogits(Refused):
+    """Values over two logits meet. A graph may know better what the second are: made of the first."""
+
+    def __init__(self) -> None:
+        super().__init__("values over two different logits meet")
+
+
 def only_known(*forms: Form) -> None:
     if any(form.others for form in forms):
         raise Refused("a value that is not made from the logits is in it")
@@ -40,9 +47,7 @@ def is_infinite(form: Form) -> bool:
 
 def common_logits(left: Form, right: Form) -> Node | None:
     if left.x is not None and right.x is not None and left.x is not right.x:
-        raise Refused(
-            "values over two different logits meet, or what was made of one and is not known"
-        )
+        raise TwoLogits
     return left.x if left.x is not None else right.x
 
 

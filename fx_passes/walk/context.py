@@ -40,6 +40,9 @@ from fx_passes.walk.statistics import Statistics, Stats, compute_dtype, dtype_of
 aten = torch.ops.aten
 
 
+MADE_OF_LOGITS = "an operand varies over the vocabulary and is made of logits by what is not known"
+
+
 class Context:
     """The walk as a rule sees it.
 
@@ -126,7 +129,7 @@ class Context:
             )
             if not fits:
                 raise Refused(
-                    "an operand varies over the vocabulary and is made of logits by what is not known"
+                    MADE_OF_LOGITS
                     if arg in self.rows.of_logits
                     else "an operand varies over the vocabulary and is not made from the logits"
                 )

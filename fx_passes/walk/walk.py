@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra.arithmetic import Refused
+from fx_passes.algebra.arithmetic import Refused, TwoLogits
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
@@ -34,7 +34,7 @@ from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
-from fx_passes.walk.context import Context, dtype_name
+from fx_passes.walk.context import MADE_OF_LOGITS, Context, dtype_name
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.layouts import keep_layouts
 from fx_passes.walk.left_out import only_with_its_columns
@@ -148,7 +148,8 @@ class Walk:
                 only_one_offset(self.context, result)
                 only_with_its_columns(self.context, result)
         except Refused as refused:
-            self._refuse(node, str(refused), operands)
+            made = isinstance(refused, TwoLogits) and self._are_made_of_logits(operands)
+            self._refuse(node, MADE_OF_LOGITS if made else str(refused), operands)
             result = None
         return self._plain(node) if result is None else self._record(node, result)
 
@@ -235,6 +236,11 @@ class Walk:
             self.account.refusals.append(Refusal(node, reason, roots))
         if node.target in COMPARISONS and any(map(self._is_replaced, node.all_input_nodes)):
             self.account.doubtful |= roots
+
+    def _are_made_of_logits(self, operands: object) -> bool:
+        """Whether what was taken for logits is made of others, it is not known how."""
+        roots = self._roots_of(full_vocabulary(operands))
+        return not roots.isdisjoint(self.context.rows.of_logits)
 
     def _roots_of(self, wide: list[Form | Mask]) -> frozenset[Node]:
         xs = map(logits_of, wide)

@@ -93,7 +93,7 @@ def rows(s: Scratch, *shape: int) -> Node:
 # ---------------------------------------------------------------- the algebra
 
 
-@refused("values over two different logits meet, or what was made of one and is not known")
+@refused("values over two different logits meet")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, other(s))
 
@@ -264,6 +264,12 @@ def _(s: Scratch, x: Node) -> None:
 def _(s: Scratch, x: Node) -> None:
     whole = s.call(prims.convert_element_type.default, exponential(s, x), torch.int64)
     s.call(aten.mul.Tensor, x, whole)
+
+
+@refused("an operand varies over the vocabulary and is made of logits by what is not known")
+def _(s: Scratch, x: Node) -> None:
+    """What is not known is taken for logits of its own, until it is asked what it is made of."""
+    s.call(aten.mul.Tensor, x, s.call(aten.sigmoid.default, exponential(s, x)))
 
 
 @refused("an operand is neither a number nor a row scalar: complex_number")
