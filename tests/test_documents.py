@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import slime_compile.ops  # noqa: F401  registers them
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,3 +33,13 @@ def test_the_five_reasons_are_those_of_the_pass() -> None:
             reason.removeprefix("not in place ").removesuffix("at LINE, for later use").split("...")
         ):
             assert part.strip() in written, reason
+
+
+def test_the_operators_are_as_documented() -> None:
+    schemas = {
+        str(schema) for schema in torch._C._jit_get_all_schemas() if "slime_fused::" in schema.name
+    }
+    headings = set(
+        re.findall(r"^## `(slime_fused::.*)`$", (ROOT / "docs/ops.md").read_text(), re.M)
+    )
+    assert headings == {schema for schema in schemas if "linear" not in schema}

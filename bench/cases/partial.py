@@ -6,6 +6,7 @@ Entry point: `PROGRAMS`: a name -> a loss, whose parameters' names say what it i
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,25 @@ def jensen_shannon(logits: Tensor, teacher: Tensor) -> Tensor:
     to_p = F.kl_div(mixture, p, reduction="none", log_target=True)
     to_q = F.kl_div(mixture, q, reduction="none", log_target=True)
     return (0.5 * to_p + 0.5 * to_q).sum(-1).mean()
+
+
+class _SoftCrossEntropyKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
+        target, log_probs = teacher.softmax(-1), logits.log_softmax(-1)
+        loss = -torch.einsum("...v,...v->...", target, log_probs)
+        ctx.save_for_backward(log_probs.exp_(), target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        probs, target = ctx.saved_tensors
+        return (probs - target) * grad.unsqueeze(-1), None
+
+
+def soft_cross_entropy_kept(logits: Tensor, teacher: Tensor) -> Tensor:
+    """With a backward of its own that keeps both softmaxes, as SkyRL and NeMo-RL have it over vocabulary shards."""
+    return _SoftCrossEntropyKept.apply(logits, teacher).mean()  # type: ignore[no-any-return]
 
 
 def loss_and_reference_kl(logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
@@ -145,6 +165,7 @@ PROGRAMS: dict[str, Program] = {
         forward_kl,
         reverse_kl,
         jensen_shannon,
+        soft_cross_entropy_kept,
         loss_and_reference_kl,
         masked_loss,
         padded_vocabulary,

@@ -140,8 +140,8 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
         planned = copied(gm.graph)
         run_inplace(planned, donated_inputs(planned), options, record)
         set_region(nodes, record.placements_region())
-        gm.recompile()
-    keep_saved(options, record)
+    keep_saved(options, record, gm.graph)
+    gm.recompile()
     return _Backward(gm, places)
 
 

@@ -26,6 +26,7 @@ from fx_passes.linear import linear
 from fx_passes.row_demand import demand_rows
 from fx_passes.stacks import unstack
 from fx_passes.whole_logits import use_whole_logits
+from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
@@ -43,10 +44,11 @@ log = logging.getLogger(__name__)
 # NOTE [No donated inputs]
 # What is donated may be overwritten by any kernel, so torch refuses retain_graph=True wherever it has donated
 # something, be it a number per row; it donates nothing to a backward that it compiles at a first run which retains the
-# graph, and ours are compiled before any run. So nothing is donated: the logits, which are all that matters, are
-# overwritten by an operator that sees when it runs whether the graph is retained. Not where inductor records CUDA
-# graphs, in which no operator is asked a second time; nor where the gradient of an lm_head was taken in forward: there
-# what is saved is as large as the weight, and backward scales it in place.
+# graph, and ours are compiled before any run. So nothing is donated: the logits, which matter most, are overwritten by
+# an operator that sees when it runs whether the graph is retained, and what else is large is handed over by another
+# (`fx_passes/writable.py`). Not where inductor records CUDA graphs, in which no operator is asked a second time; nor
+# where the gradient of an lm_head was taken in forward: there what is saved is as large as the weight, and backward
+# scales it in place.
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
@@ -212,11 +214,22 @@ def recorded(options: Options) -> bool:
     return options.inner == "inductor" and bool(inductor_config.triton.cudagraphs)
 
 
-def keep_saved(options: Options, record: Record) -> None:
-    """Takes back what torch has donated to the backward graph that is compiled: see NOTE [No donated inputs]."""
+def keep_saved(options: Options, record: Record, graph: Graph | None = None) -> None:
+    """Takes back what torch has donated to the backward graph that is compiled: see NOTE [No donated inputs].
+
+    Args:
+        graph: given to a compiler that may write over what was donated, if the graph says how.
+    """
     metadata = _metadata()
-    if metadata is not None and not record.grad_in_forward and not recorded(options):
-        metadata.bw_donated_idxs = []
+    if metadata is None or record.grad_in_forward or recorded(options):
+        return
+    if graph is not None:
+
+        def edit() -> None:
+            give_writable(graph, donated_inputs(graph))
+
+        _guarded("handing over saved values", graph, options, record, edit)
+    metadata.bw_donated_idxs = []
 
 
 def _metadata() -> Any:

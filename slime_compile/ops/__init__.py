@@ -4,6 +4,7 @@
     slime_fused::row_grad    a full-vocabulary value in row normal form     one read of x, one write
     slime_fused::row_grad_   the same, written over x
     slime_fused::row_grad_over   the same, over x where that may be, which it decides when it runs
+    slime_fused::writable    x, which autograd saved, in memory that the compiler may write over
 
     slime_fused::linear_row_stats   row_stats of hidden @ weight.t() + bias, and columns of it    one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias from row_grad of it         one chunk of logits

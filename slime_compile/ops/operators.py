@@ -60,6 +60,8 @@ _library.define(
     " bool strided=False) -> Tensor",
     tags=_TAGS,
 )
+# Its result may be x's memory, which is not declared either; nothing else of the graph reads x.
+_library.define("writable(Tensor x) -> Tensor", tags=_TAGS)
 
 
 # ---- fake kernels -------------------------------------------------------------------------------------------------
@@ -126,6 +128,10 @@ def _fake_row_grad_over(
 ) -> Tensor:
     check_grad(x, terms, affine, index, weight, softmax)
     return _beside(x, strided)
+
+
+def _fake_writable(x: Tensor) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
 
 
 def _beside(x: Tensor, strided: bool) -> Tensor:
@@ -261,6 +267,16 @@ def _row_grad_over(
         return _beside(x, strided).copy_(made) if strided else made
 
 
+def _writable(x: Tensor) -> Tensor:
+    """`x`, which autograd has saved for this graph alone, in memory that may be written over."""
+    again = holders.keeps_graph() or _is_recorded(x)
+    return _fake_writable(x).copy_(x) if again else x.detach()
+
+
+def _is_recorded(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _why_beside(
     x: Tensor, seen: holders.Counts, owner: str, others: Sequence[Tensor], strided: bool
 ) -> str:
@@ -269,7 +285,7 @@ def _why_beside(
     Raises:
         RuntimeError: the caller's logits, which may be overwritten, are a leaf, or another input is a view of them.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_recorded(x):
         return "a CUDA graph is being recorded"
     if owner == "caller":
         if holders.keeps_graph():
@@ -314,8 +330,10 @@ register(_library, "row_stats", _row_stats, _fake_row_stats)
 register(_library, "row_grad", _row_grad, _fake_row_grad)
 register(_library, "row_grad_", _row_grad_, _fake_row_grad_)
 register(_library, "row_grad_over", _row_grad_over, _fake_row_grad_over)
+register(_library, "writable", _writable, _fake_writable)
 
 row_stats = torch.ops.slime_fused.row_stats.default
 row_grad = torch.ops.slime_fused.row_grad.default
 row_grad_ = torch.ops.slime_fused.row_grad_.default
 row_grad_over = torch.ops.slime_fused.row_grad_over.default
+writable = torch.ops.slime_fused.writable.default

@@ -1,0 +1,66 @@
+"""What a backward graph was given and nobody else sees: its compiler may write over it.
+
+Entry point: `give_writable`, on the backward graph before it is compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import byte_count, is_float_tensor, value
+from fx_passes.graph.operators import VIEWS, is_elementwise
+from fx_passes.torch_private import detect_fake_mode
+
+LEAST_BYTES = 1 << 20
+"""Of smaller inputs, the call of an operator takes longer than their memory is worth."""
+
+# NOTE [Saved values that a compiler may write over]
+# Inductor computes an element-wise result in the memory of a donated input. Our backward graphs have none (NOTE [No
+# donated inputs] in `slime_compile/backend/passes.py`), which costs a buffer wherever the program's own arithmetic
+# goes on with something that was saved. So such an input goes through an operator that hands over its memory, or a copy
+# where the graph is retained. To the compiler it is a function of its input, whose result is new. Hence nothing else of
+# the graph may read that input, and no operator of ours, which asks for itself who else sees it.
+
+
+def give_writable(graph: Graph, donated: set[Node]) -> int:
+    """Lets the compiler write over each large input that only other operators than ours read, one of them element-wise.
+
+    Args:
+        donated: placeholders that only this graph can see.
+
+    Returns:
+        How many there are.
+    """
+    taken = [node for node in graph.nodes if node in donated and _pays(node)]
+    fake_mode = detect_fake_mode([value(node) for node in taken])
+    if fake_mode is None:
+        return 0
+    emitter = Emitter(graph, fake_mode)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        for node in taken:
+            emitter.origin = node
+            own = emitter.call(torch.ops.slime_fused.writable.default, node)
+            node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+    return len(taken)
+
+
+def _pays(node: Node) -> bool:
+    if not is_float_tensor(node) or byte_count(node) < LEAST_BYTES:
+        return False
+    readers = list(_readers(node))
+    ours = any(getattr(user.target, "namespace", "") == "slime_fused" for user in readers)
+    return not ours and any(map(is_elementwise, readers))
+
+
+def _readers(node: Node) -> list[Node]:
+    """Seen through views."""
+    found: list[Node] = []
+    waiting = [node]
+    while waiting:
+        users = waiting.pop().users
+        found += users
+        waiting += [user for user in users if user.target in VIEWS]
+    return found
