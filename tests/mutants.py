@@ -227,6 +227,26 @@ MUTANTS = [
             '        numbers = two_numbers(node.args[0], operand)',
         ),
         (
+            "what others see is handed over", "writable.py", "../backend/test_writable.py",
+            'taken = [node for node in graph.nodes if node in donated and _pays(node)]',
+            'taken = [node for node in graph.nodes if _pays(node)]',
+        ),
+        (
+            "what an operator of ours reads is handed over", "writable.py", "../backend/test_writable.py",
+            '    return not ours and any(map(is_elementwise, readers))',
+            '    return any(map(is_elementwise, readers))',
+        ),
+        (
+            "a view's readers are not seen", "writable.py", "../backend/test_writable.py",
+            '        waiting += [user for user in users if user.target in VIEWS]',
+            '        pass',
+        ),
+        (
+            "a retained graph is written over", "../slime_compile/ops/operators.py", "../backend/test_writable.py",
+            '    again = holders.keeps_graph() or _is_recorded(x)',
+            '    again = _is_recorded(x)',
+        ),
+        (
             "infinite is -inf", "rules/guards.py", "test_zero_softmax.py",
             '    return form.e == -c.stats(form, form.f).logsumexp',
             '    return True',
