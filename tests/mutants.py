@@ -247,6 +247,21 @@ MUTANTS = [
             '    again = _is_recorded(x)',
         ),
         (
+            "pieces in any order are the whole", "rules/row_scalars.py", "rules/test_row_scalars.py",
+            '        if spread or [start for start, _ in ends] != [reached]:',
+            '        if spread or len(ends) != 1:',
+        ),
+        (
+            "some of the pieces are the whole", "rules/row_scalars.py", "rules/test_row_scalars.py",
+            '    if others or any(rank_of(a)',
+            '    if others and any(rank_of(a)',
+        ),
+        (
+            "every other row is all rows", "rules/row_scalars.py", "rules/test_row_scalars.py",
+            ' and where[2:] in ([], [1])',
+            '',
+        ),
+        (
             "infinite is -inf", "rules/guards.py", "test_zero_softmax.py",
             '    return form.e == -c.stats(form, form.f).logsumexp',
             '    return True',

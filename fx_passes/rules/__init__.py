@@ -124,6 +124,7 @@ ROW_SCALARS: dict[Target, RowRule] = {
     aten.squeeze.dim: numbers.row_reshape,
     aten.squeeze.dims: numbers.row_reshape,
     aten.select.int: numbers.row_select,  # r, all there is in the dimension
+    aten.cat.default: numbers.row_cat,  # r, cut in pieces along the first dimension
     aten.neg.default: numbers.row_neg,  # -r
     aten.add.Tensor: numbers.row_sum(1.0),  # r + q
     aten.sub.Tensor: numbers.row_sum(-1.0),  # r - q

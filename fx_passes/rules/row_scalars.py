@@ -7,13 +7,27 @@ products would be the difference of large numbers, and a product of float64 rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import CASTS, VIEWS, under
+from fx_passes.graph.facts import (
+    is_backward,
+    is_float_tensor,
+    rank_of,
+    same,
+    same_shape,
+    shape_of,
+    value,
+)
+from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, under
+from fx_passes.graph.slices import bounds
 from fx_passes.walk.row_scalars import RowRule, RowScalars
+
+aten = torch.ops.aten
 
 MAX_TERMS = 8
 
@@ -48,6 +62,60 @@ def row_select(rows: RowScalars, node: Node) -> Poly | None:
     assert isinstance(first, Node)
     assert isinstance(dim, int)
     return row_reshape(rows, node) if same(shape_of(first)[dim], 1) else None
+
+
+def row_cat(rows: RowScalars, node: Node) -> Poly | None:
+    """All the pieces of some numbers per row, in order, each in the same polynomial: that polynomial, of those."""
+    given, *dim = node.args
+    assert isinstance(given, (list, tuple))
+    pieces = [each for each in given if isinstance(each, Node) and is_float_tensor(each)]
+    if len(pieces) < len(given) or dim not in ([], [0]):
+        return None
+    reached, wholes = 0, set()
+    for piece in pieces:
+        poly = rows.meaning(piece)
+        parts = {a: part for a in poly.atoms() if (part := _leading_part(piece, a)) is not None}
+        ends = {(part.start, part.stop) for part in parts.values()}
+        spread = any(rank_of(atom) and atom not in parts for atom in poly.atoms())
+        if spread or [start for start, _ in ends] != [reached]:
+            return None
+        ((_, reached),) = ends
+        wholes.add(_of_wholes(poly, parts))
+    whole, *others = wholes
+    if others or any(rank_of(a) and not same(shape_of(a)[0], reached) for a in whole.atoms()):
+        return None
+    sizes = rows.emitter.sizes(node)
+    return whole.map_atoms(lambda a: rows.emitter.reshape(a, sizes) if rank_of(a) else a)
+
+
+class _Part(NamedTuple):
+    """Consecutive rows of a tensor along its first dimension."""
+
+    of: Node
+    start: int
+    stop: int
+
+
+def _of_wholes(poly: Poly, parts: Mapping[Node, _Part]) -> Poly:
+    return poly.map_atoms(lambda atom: parts[atom].of if atom in parts else atom)
+
+
+def _leading_part(piece: Node, atom: Node) -> _Part | None:
+    """What rows of what `atom` is, in another shape maybe; None where it is none, or spread over those of `piece`."""
+    part = under(atom, RESHAPES)
+    if part.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    of, dim, *where = part.args
+    assert isinstance(of, Node)
+    alone = not rank_of(atom) and all(same(size, 1) for size in shape_of(piece))
+    if dim != 0 or not (alone or same_shape(shape_of(atom), shape_of(piece))):
+        return None
+    if part.target is aten.select.int:
+        start, stop = where[0], where[0] + 1 if isinstance(where[0], int) else None
+    else:
+        start, stop = bounds(shape_of(of)[0], *where[:2])  # type: ignore[arg-type]
+    plain = isinstance(start, int) and isinstance(stop, int) and where[2:] in ([], [1])
+    return _Part(of, start, stop) if plain else None  # type: ignore[arg-type]
 
 
 def row_neg(rows: RowScalars, node: Node) -> Poly | None:

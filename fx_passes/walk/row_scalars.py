@@ -91,7 +91,8 @@ class RowScalars(RowNodes):
         if not self._is_readable(node):
             return None
         first = node.args[0]
-        if not isinstance(first, Node) or (node.target not in CASTS and not is_float_tensor(first)):
+        several = isinstance(first, (list, tuple))
+        if not several and node.target not in CASTS and not is_float_tensor(first):
             return None
         equal = same_value(node)
         if equal is not None:

@@ -898,6 +898,33 @@ def row_select(m: Making) -> Node:
     return m.call(aten.select.int, row, at, m.one(0, 0, -1, 1))
 
 
+def row_cat(m: Making) -> Node:
+    """Pieces of one value along a dimension, cut as rows or slices, some of them changed alike, or in another order."""
+    x = m.one(Making.wide, a_row)(m)
+    if not sizes(x):
+        raise Impossible
+    dim = m.one(0, 0, m.some(-len(sizes(x)), len(sizes(x)) - 1))
+    count = sizes(x)[dim]
+    if not count:
+        raise Impossible
+    one_by_one = m.one(True, False)
+    pieces = [
+        m.s.call(aten.select.int, x, dim, k)
+        if one_by_one
+        else m.s.call(aten.slice.Tensor, x, dim, k, k + m.one(1, 1, 2))
+        for k in range(count)
+    ]
+    reduced = m.one(None, aten.amax.default, aten.sum.dim_IntList)
+    if reduced is not None:
+        keep = m.one(True, False)
+        pieces = [m.s.call(reduced, piece, [-1], keep) for piece in pieces]
+    if m.rarely():
+        pieces = m.one(pieces[::-1], pieces[1:], [*pieces, pieces[0]])
+    if m.one(True, False):
+        pieces = [m.s.call(aten.neg.default, piece) for piece in pieces]
+    return m.call(aten.cat.default, pieces, m.one(0, 0, 0, -1))
+
+
 def row_log(m: Making) -> Node:
     row = a_row(m)
     if m.one(True, False):
@@ -918,6 +945,7 @@ ROW_CASES: dict[Any, Case] = {
     aten.squeeze.dim: row_dim(aten.squeeze.dim),
     aten.squeeze.dims: row_dim(aten.squeeze.dims),
     aten.select.int: row_select,
+    aten.cat.default: row_cat,
     aten.neg.default: row_unary(aten.neg.default),
     aten.add.Tensor: row_binary(aten.add.Tensor),
     aten.sub.Tensor: row_binary(aten.sub.Tensor),

@@ -58,9 +58,19 @@ def two_steps(x: Tensor, target: Tensor) -> Tensor:
     return x.logsumexp(-1) - taken(x, target)[:, 0] + expected(x, x.log_softmax(-1))
 
 
+def row_by_row(x: Tensor, target: Tensor) -> Tensor:
+    """TRL's `selective_log_softmax`."""
+    return taken(x, target)[:, 0] - torch.stack([row.logsumexp(-1) for row in x])
+
+
+def chunk_by_chunk(x: Tensor, target: Tensor) -> Tensor:
+    sums = [chunk.logsumexp(-1, keepdim=True) for chunk in x.split(7)]
+    return torch.cat(sums) - taken(x, target)
+
+
 VALUES: list[Value] = [
     entropy, tempered_entropy, log_prob, selected_log_prob, negative_log_prob, advantage,
-    log_of_the_sum_of_squares, two_steps,
+    log_of_the_sum_of_squares, two_steps, row_by_row, chunk_by_chunk,
 ]  # fmt: skip
 
 
