@@ -41,6 +41,7 @@ KINDS = ("plain", "offset", "absent", "poisoned", "infinite", "lowest", "zeros",
 
 LARGE = 1e150  # squares are finite in float64
 
+_ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default}
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tried, and refused
@@ -336,10 +337,10 @@ class Walked:
         return claims
 
     def _zero_outside(self) -> set[Node]:
-        """Nodes that vanish outside their rows, and views of them: what is said is not yet computed."""
+        """Nodes that vanish outside their rows, also in another order: what is said is not yet computed."""
         found = set(self.walk.context.rows.zero_outside)
         for node in self.walk.graph.nodes:
-            if node.op == "call_function" and node.target in VIEWS and node.args[0] in found:
+            if node.target in _ROW_MOVES and not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
 
