@@ -10,7 +10,7 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import Shape, SizeArg, guarded_same, rank_of, same, shape_of, value
+from fx_passes.graph.facts import Shape, SizeArg, guarded_same, hint, rank_of, same, shape_of, value
 from fx_passes.rules.indices import counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
@@ -67,6 +67,8 @@ def _first_rows(c: Context, form: Form, sizes: Sequence[SizeArg]) -> Form:
         raise Refused("an index of another rank than the logits")
     for dim, size in enumerate(sizes):
         if dim != form.vdim and not guarded_same(size, form.shape[dim]):
+            if hint(value(size)) > hint(form.shape[dim]):
+                raise Refused("an index of more rows than the logits")
             whole = list(form.shape)
             whole[dim] = value(size)
             form = slice_rows(c, form, whole, dim, 0, size, 1)

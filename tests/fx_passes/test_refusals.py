@@ -509,6 +509,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, exponential(s, x), columns)
 
 
+@refused("an index of more rows than the logits")
+def _(s: Scratch, x: Node) -> None:
+    """Which torch refuses when it runs."""
+    s.call(aten.index.Tensor, x, [s.iota(4), hits(s, 4)])
+
+
 @refused("some of the rows are written by index")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.index_put.default, exponential(s, x), [s.iota(2), hits(s, 2)], number(s, 0.0))
