@@ -50,7 +50,7 @@ def give_writable(graph: Graph, donated: set[Node]) -> int:
 def _pays(node: Node) -> bool:
     if not is_float_tensor(node) or byte_count(node) < LEAST_BYTES:
         return False
-    readers = list(_readers(node))
+    readers = _readers(node)
     ours = any(getattr(user.target, "namespace", "") == "slime_fused" for user in readers)
     return not ours and any(map(is_elementwise, readers))
 

@@ -20,7 +20,7 @@ from fx_passes.walk.results import Operand
 
 aten = torch.ops.aten
 
-COMPARISONS: dict[object, Callable[[float, float], bool]] = {
+_HOLDS: dict[object, Callable[[float, float], bool]] = {
     aten.eq.Scalar: operator.eq,
     aten.eq.Tensor: operator.eq,
     aten.ne.Scalar: operator.ne,
@@ -95,7 +95,7 @@ def _is_exact(node: Node, number: float) -> bool:
 
 
 def compared_with_zero(c: Context, node: Node, numbers: TwoNumbers) -> Mask:
-    holds = COMPARISONS[node.target]
+    holds = _HOLDS[node.target]
     elsewhere, there = (holds(number, 0.0) for number in (numbers.elsewhere, numbers.there))
     if elsewhere == there or numbers.column is None:
         return nowhere(numbers.form, negated=elsewhere)

@@ -131,7 +131,7 @@ def _fake_row_grad_over(
 
 
 def _fake_writable(x: Tensor) -> Tensor:
-    return x.new_empty_strided(x.shape, x.stride())
+    return _beside(x, strided=True)
 
 
 def _beside(x: Tensor, strided: bool) -> Tensor:
@@ -270,7 +270,7 @@ def _row_grad_over(
 def _writable(x: Tensor) -> Tensor:
     """`x`, which autograd has saved for this graph alone, in memory that may be written over."""
     again = holders.keeps_graph() or _is_recorded(x)
-    return _fake_writable(x).copy_(x) if again else x.detach()
+    return _beside(x, strided=True).copy_(x) if again else x.detach()
 
 
 def _is_recorded(x: Tensor) -> bool:
@@ -336,4 +336,3 @@ row_stats = torch.ops.slime_fused.row_stats.default
 row_grad = torch.ops.slime_fused.row_grad.default
 row_grad_ = torch.ops.slime_fused.row_grad_.default
 row_grad_over = torch.ops.slime_fused.row_grad_over.default
-writable = torch.ops.slime_fused.writable.default
