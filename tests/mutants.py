@@ -1669,6 +1669,35 @@ MUTANTS = [
             "not kept and not shown - {None} for key in gone",
         ),
         (
+            "a given number cancels unseen", "walk/row_differences.py",
+            "walk/test_row_differences.py nothing_would_show",
+            "    return gone[0][0] if given <= told else None\n",
+            "    return gone[0][0]\n",
+        ),
+        (
+            "a factor of zero is multiplied with", "walk/row_differences.py",
+            "walk/test_row_differences.py factor_of_zero",
+            "        found = c.where_any([Poly({guard: 1.0})], found, without)\n",
+            "",
+        ),
+        (
+            "what has one of two factors is their multiple", "walk/row_differences.py",
+            "walk/test_row_differences.py two_factors",
+            "    return all(powers.get(atom, 0) >= power for atom, power in of)\n",
+            "    return any(powers.get(atom, 0) >= power for atom, power in of)\n",
+        ),
+        (
+            "a level is there in the rows of a mask alone", "walk/row_differences.py",
+            "walk/test_row_differences.py misses",
+            "        result += term * both if whole else term\n",
+            "        result += term * Poly.atom(mask) if whole else term\n",
+        ),
+        (
+            "a temperature may take out a row", "walk/columns.py", "walk/test_row_differences.py offset and by_row",
+            "    if number is not None or _is_quotient(scale):\n",
+            "    if number is not None:\n",
+        ),
+        (
             "one of several is all there is", "rules/row_scalars.py", "test_rules.py polynomial and select",
             "if same(shape_of(first)[dim], 1) else None",
             "if True else None",

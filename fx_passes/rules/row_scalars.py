@@ -173,4 +173,5 @@ def row_log(rows: RowScalars, node: Node) -> Poly | None:
 
 def _operands(rows: RowScalars, node: Node) -> tuple[Poly | None, Poly | None]:
     rank = len(shape_of(node))
-    return rows.operand(node.args[0], rank), rows.operand(node.args[1], rank)
+    left, right = (rows.operand(arg, rank, of_form=False) for arg in node.args[:2])
+    return left, right

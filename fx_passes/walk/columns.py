@@ -15,6 +15,7 @@ from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near
+from fx_passes.walk.row_nodes import Guarded
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -88,14 +89,20 @@ def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> P
     dtype, like = dtype_of(form), next(iter(taken.atoms()))
     if not around.center.is_zero:
         difference = Poly.atom(c.rows.emit_node(difference, dtype, like))
-    if number is not None:
+    if number is not None or _is_quotient(scale):
         return difference * scale
     scaled = c.rows.emit_node(difference * c.as_one(form, scale), dtype, like)
     scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
-    c.rows.guarded[scaled] = difference * scale
+    c.rows.guarded[scaled] = Guarded(difference * scale, scale)
     if not around.center.is_zero:
         c.rows.level_free.add(under(scaled, VIEWS))
     return Poly.atom(scaled)
+
+
+def _is_quotient(scale: Poly) -> bool:
+    """Divided by numbers per row, and multiplied with none: 0 where one of them is infinite, which takes out no row."""
+    _, monomial = scale.as_monomial() or (0.0, ())
+    return bool(monomial) and all(power < 0 for _, power in monomial)
 
 
 def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dtype) -> Poly:
@@ -122,7 +129,7 @@ def _weighted(c: Context, term: Exp, y: Poly, probability: Node, dtype: torch.dt
     zero = c.rows.emit_node(ZERO, dtype, probability)
     null = c.emitter.call(aten.eq.Scalar, probability, 0)
     weighted = c.emitter.where(null, zero, c.rows.emit_node(factor, dtype, probability))
-    c.rows.guarded[weighted] = factor
+    c.rows.guarded[weighted] = Guarded(factor, Poly.atom(probability))
     return Poly.atom(weighted)
 
 

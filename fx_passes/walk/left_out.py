@@ -112,7 +112,8 @@ def _meant(c: Context, poly: Poly) -> Poly:
 
 
 def _meant_by(c: Context, atom: Node) -> Poly:
-    inner = c.rows.guarded.get(atom) or c.rows.meaning(atom)
+    guarded = c.rows.guarded.get(atom)
+    inner = c.rows.meaning(atom) if guarded is None else guarded.poly
     return inner if inner == Poly.atom(atom) else _meant(c, inner)
 
 

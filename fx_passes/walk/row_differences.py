@@ -11,17 +11,19 @@ from collections.abc import Container
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.poly import Poly
-from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
-from fx_passes.graph.operators import is_collective
+from fx_passes.algebra.poly import ZERO, Monomial, Poly
+from fx_passes.graph.facts import is_float_tensor, rank_of, same_shape, shape_of, value
+from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, is_collective, under
 from fx_passes.walk.context import Context
-from fx_passes.walk.row_nodes import ROUNDING
-from fx_passes.walk.statistics import compute_dtype
+from fx_passes.walk.row_nodes import ROUNDING, Guarded
+from fx_passes.walk.statistics import compute_dtype, is_mask
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
 
-_SUMS = {aten.add.Tensor, aten.sub.Tensor}
+_SIGNS: dict[Target, float] = {aten.add.Tensor: 1.0, aten.sub.Tensor: -1.0}
+
+MAX_TERMS = 16
 
 
 def take_offsets_away(walk: Walk, live: Container[Node]) -> None:
@@ -35,7 +37,7 @@ def take_offsets_away(walk: Walk, live: Container[Node]) -> None:
         return
     with graph.inserting_before(nodes[-1]):
         for node in nodes:
-            if node in live and node.target in _SUMS and node not in account.replacements:
+            if node in live and node.target in _SIGNS and node not in account.replacements:
                 c.emitter.origin = node
                 found = _without_offset(c, node)
                 if found is not None:
@@ -47,24 +49,122 @@ def _without_offset(c: Context, node: Node) -> Node | None:
     operands = node.all_input_nodes
     if not all(is_float_tensor(arg) and arg in c.rows.of_logits for arg in operands):
         return None
-    if len(operands) != 2:
+    if len(operands) != 2 or node.kwargs.get("alpha", 1) != 1:
         return None
-    left, right, poly = map(c.rows.meaning, (*operands, node))
-    if max(len(left.terms), len(right.terms)) < 2:
+    meanings = [c.rows.meaning(arg) for arg in operands]
+    guards = [each for poly in meanings for each in _guards(c, poly)]
+    left, right = _alike(c, *(_spelled_out(c, poly) for poly in meanings))
+    total = left + right * Poly.number(_SIGNS[node.target])
+    if not 2 <= max(len(left.terms), len(right.terms)) <= MAX_TERMS:
         return None
-    logits = _cancelled(c, left, right, poly)
+    logits = _cancelled(c, left, right, total)
     if logits is None or value(node).dtype.itemsize > compute_dtype(logits).itemsize:
         return None
-    found = c.rows.emit_node(poly, compute_dtype(logits), node)
+    found = _unless_zero(c, total, guards, compute_dtype(logits), node)
     if not same_shape(shape_of(found), shape_of(node)):
         return None
     return c.emitter.cast(found, value(node).dtype)
 
 
+def _guards(c: Context, poly: Poly) -> list[Monomial]:
+    """What is 0 in rows in which the program does not look at what it is multiplied with."""
+    found = {atom: _guarded(c, atom) for atom in poly.atoms()}
+    each = (_as_in(c, atom, guarded.by) for atom, guarded in found.items() if guarded)
+    return [monomial for by in each for monomial in by.terms]
+
+
+def _guarded(c: Context, atom: Node) -> Guarded | None:
+    """Where it is one product that may be 0."""
+    found = c.rows.guarded.get(under(atom, RESHAPES))
+    _, factors = (found and found.by.as_monomial()) or (0.0, ())
+    return found if factors and all(power > 0 for _, power in factors) else None
+
+
+def _unless_zero(
+    c: Context, poly: Poly, guards: list[Monomial], dtype: torch.dtype, like: Node
+) -> Node:
+    """`poly` as a node; in the rows where one of `guards` is 0, without the multiples of it."""
+    found = c.rows.emit_node(poly, dtype, like)
+    for guard in guards:
+        rest = {m: number for m, number in poly.terms.items() if not _is_multiple(m, guard)}
+        without = c.rows.emit_node(Poly(rest), dtype, like)
+        found = c.where_any([Poly({guard: 1.0})], found, without)
+    return found
+
+
+def _is_multiple(monomial: Monomial, of: Monomial) -> bool:
+    powers = dict(monomial)
+    return all(powers.get(atom, 0) >= power for atom, power in of)
+
+
+def _spelled_out(c: Context, poly: Poly) -> Poly:
+    """With `V max + total` for a sum of all logits, and the product for a guarded one."""
+    result = ZERO
+    for monomial, number in poly.terms.items():
+        term = Poly.number(number)
+        for atom, power in monomial:
+            spelled = _atom_spelled_out(c, atom) if power == 1 else None
+            term = term * (spelled or Poly({((atom, power),): 1.0}))
+        result += term
+    return result
+
+
+def _atom_spelled_out(c: Context, atom: Node) -> Poly | None:
+    guarded, summed = _guarded(c, atom), c.rows.sums.get(under(atom, RESHAPES))
+    if guarded is not None:
+        return _as_in(c, atom, guarded.poly)
+    if summed is not None and c.statistics.has_any(summed):
+        return _as_in(c, atom, c.total(summed))
+    return None
+
+
+def _as_in(c: Context, atom: Node, poly: Poly) -> Poly:
+    """`poly` of what `atom` shows in another shape, in that shape."""
+    inner, sizes = c.emitter.sizes(under(atom, RESHAPES)), c.emitter.sizes(atom)
+
+    def shaped(a: Node) -> Node:
+        return c.emitter.reshape(c.emitter.expand(a, inner), sizes) if rank_of(a) else a
+
+    return poly.map_atoms(shaped)
+
+
+def _alike(c: Context, left: Poly, right: Poly) -> tuple[Poly, Poly]:
+    """Both in the rows that a mask takes and in those that it leaves, where a level is in one of them in some rows."""
+    masks = {mask for poly in (left, right) for mask in _masks_of_levels(c, poly)}
+    if len(masks) != 1:
+        return left, right
+    (mask,) = masks
+    return _by_rows(c, left, mask), _by_rows(c, right, mask)
+
+
+def _masks_of_levels(c: Context, poly: Poly) -> set[Node]:
+    return {
+        atom
+        for monomial in poly.terms
+        if c.rows.has_level(monomial)
+        for atom in c.rows.placed_in(monomial)
+        if is_mask(atom)
+    }
+
+
+def _by_rows(c: Context, poly: Poly, mask: Node) -> Poly:
+    """A level is that of the rows of `mask` and that of the others."""
+    dtype = value(mask).dtype
+    chosen = c.emitter.reshape(under(mask, CASTS | RESHAPES), c.emitter.sizes(mask))
+    others = c.rows.place(c.emitter.cast(c.emitter.call(aten.logical_not.default, chosen), dtype))
+    both, result = Poly.atom(mask) + Poly.atom(others), ZERO
+    for monomial, number in poly.terms.items():
+        term = Poly({monomial: number})
+        whole = c.rows.has_level(monomial) and mask not in dict(monomial)
+        result += term * both if whole else term
+    return result
+
+
 def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
     """The logits, or the first of them, of which both have an offset and their sum has none.
 
-    Of each, a difference of two levels has to be left, or a statistic, that is NaN where a row is nothing but -inf.
+    Of each, a difference of two levels has to be left, or what is NaN where a row is nothing but -inf. A given number
+    that cancels has to be in a statistic that is left.
     """
     mine, theirs, kept = map(c.rows.offsets, (left, right, total))
     gone = [
@@ -75,4 +175,8 @@ def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
     shown = {c.statistics.shows_empty_rows_of(atom) for atom in total.atoms()}
     if not gone or any(key not in kept and key[0] not in shown for key in gone):
         return None
-    return gone[0][0]
+    left_out = {*left.atoms(), *right.atoms()}.difference(total.atoms())
+    given = {under(atom, VIEWS) for atom in left_out if c.rows.is_given(atom)}
+    scales = [c.statistics.scale_of(atom) for atom in total.atoms()]
+    told = {under(atom, VIEWS) for scale in scales for atom in scale.atoms()}
+    return gone[0][0] if given <= told else None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
+from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import value
@@ -24,6 +26,13 @@ ROUNDING = 1e-12
 _ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 
 
+class Guarded(NamedTuple):
+    """What a node computes where its factor `by` is not 0; 0 elsewhere, whatever the other factors are."""
+
+    poly: Poly
+    by: Poly
+
+
 class RowNodes:
     """Emits row scalars, each polynomial in one way.
 
@@ -32,9 +41,10 @@ class RowNodes:
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
         peaks: nodes that are the logit of each row that is largest once it is scaled.
         levels: numbers per row that are as large as the logits, which may have an offset; of which logits.
-        guarded: what nodes compute where a factor of it is not 0; 0 elsewhere.
+        guarded: products of which a factor may be 0, and takes out what it is multiplied with.
         nothing: nodes that are 0, or NaN.
         level_free: numbers per row of logits that an offset of theirs does not change.
+        sums: sums of all logits of a row, as the program computes them; of which.
     """
 
     def __init__(self, emitter: Emitter) -> None:
@@ -43,9 +53,10 @@ class RowNodes:
         self.zero_outside: set[Node] = set()
         self.peaks: set[Node] = set()
         self.levels: dict[Node, Node] = {}
-        self.guarded: dict[Node, Poly] = {}
+        self.guarded: dict[Node, Guarded] = {}
         self.nothing: set[Node] = set()
         self.level_free: set[Node] = set()
+        self.sums: dict[Node, Form] = {}
 
     def is_peak(self, atom: Node) -> bool:
         """One of `peaks`, of some of the rows or in another shape maybe."""
@@ -70,6 +81,10 @@ class RowNodes:
             key = logits, tuple(factor for factor in monomial if factor not in levels)
             found[key] = found.get(key, 0.0) + number
         return found
+
+    def has_level(self, monomial: Monomial) -> bool:
+        """Whether one factor, and no other, is a level."""
+        return sum(self._is_level(*factor) for factor in monomial) == 1
 
     def place(self, node: Node) -> Node:
         """Remembers that `node` is exactly zero outside its rows: written into zeros, or a row mask."""
@@ -119,7 +134,7 @@ class RowNodes:
         program has it: there is no difference of the two.
         """
         left, pairs = dict(terms), []
-        for mine in [monomial for monomial in terms if self._has_level(monomial)]:
+        for mine in [monomial for monomial in terms if self.has_level(monomial)]:
             for theirs in self._by_likeness(left, mine):
                 found = self._apart(mine, theirs)
                 above, below = (mine, theirs) if left[mine] > 0 else (theirs, mine)
@@ -145,11 +160,7 @@ class RowNodes:
     def _by_likeness(self, terms: dict[Monomial, float], mine: Monomial) -> list[Monomial]:
         """Levels first, then what has most nearly the number of `mine`, which it may be meant to be taken from."""
         number = terms[mine]
-        return sorted(terms, key=lambda m: (not self._has_level(m), abs(terms[m] + number)))
-
-    def _has_level(self, monomial: Monomial) -> bool:
-        """Whether one factor, and no other, is a level."""
-        return sum(self._is_level(*factor) for factor in monomial) == 1
+        return sorted(terms, key=lambda m: (not self.has_level(m), abs(terms[m] + number)))
 
     def _is_level(self, atom: Node, power: int) -> bool:
         return power == 1 and self.logits_of(atom) is not None

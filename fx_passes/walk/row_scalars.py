@@ -116,8 +116,11 @@ class RowScalars(RowNodes):
                 return sizes
         return self.emitter.sizes(node)
 
-    def operand(self, arg: object, rank: int) -> Poly | None:
-        """A number, symbolic number or row scalar as a polynomial whose atoms have `rank` dimensions (or none)."""
+    def operand(self, arg: object, rank: int, of_form: bool = True) -> Poly | None:
+        """A number, symbolic number or row scalar as a polynomial whose atoms have `rank` dimensions (or none).
+
+        Those of a form, the vocabulary's among them, or those of a value with one number per row.
+        """
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
             return Poly.number(float(arg))
         if not isinstance(arg, Node):
@@ -131,12 +134,14 @@ class RowScalars(RowNodes):
         if constant is not None:
             return constant
         if not fake.dtype.is_floating_point:
-            return Poly.atom(self.aligned(arg, rank))
-        return self.meaning(arg).map_atoms(lambda atom: self.aligned(atom, rank))
+            return Poly.atom(self.aligned(arg, rank, of_form))
+        return self.meaning(arg).map_atoms(lambda atom: self.aligned(atom, rank, of_form))
 
-    def aligned(self, atom: Node, rank: int) -> Node:
-        """A row scalar with `rank` dimensions; one without dimensions stays so, unless there is one row only."""
-        if not isinstance(value(atom), torch.Tensor) or (rank_of(atom) == 0 and rank != 1):
+    def aligned(self, atom: Node, rank: int, of_form: bool = True) -> Node:
+        """A row scalar with `rank` dimensions; one without stays so, unless a form has none but the vocabulary's."""
+        if not isinstance(value(atom), torch.Tensor):
+            return atom
+        if rank_of(atom) == 0 and not (of_form and rank == 1):
             return atom
         return self.emitter.align(atom, rank)
 

@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import Monomial, Poly
+from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
-from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowScalars
 
@@ -46,21 +46,32 @@ def compute_dtype(x: Node | None) -> torch.dtype:
 def dtype_of(form: Form) -> torch.dtype:
     """What the form's coefficients are computed in: where no logits are in it, the finest dtype of its rows.
 
-    Of nothing but constants, which may be float64, that is float64.
+    Of nothing but constants and masks, which may be float64, that is float64.
     """
     if form.x is not None:
         return compute_dtype(form.x)
-    dtypes = {getattr(value(atom), "dtype", torch.int64) for atom in form.atoms()}
+    rows = [atom for atom in form.atoms() if not is_mask(atom)]
+    dtypes = {getattr(value(atom), "dtype", torch.int64) for atom in rows}
     floating = {dtype for dtype in dtypes if dtype.is_floating_point}
     return torch.float32 if floating and torch.float64 not in floating else torch.float64
 
 
+def is_mask(atom: Node) -> bool:
+    """Whether a row scalar is 0 or 1 by its dtype, or was so before a cast."""
+    return getattr(value(under(atom, CASTS | VIEWS)), "dtype", None) is torch.bool
+
+
 class Statistics:
-    """The statistics that were asked for; `operators`: the operators made for them, each with its root."""
+    """The statistics that were asked for.
+
+    Attributes:
+        operators: the operators made for them, each with its root.
+    """
 
     def __init__(self, roots: Roots, rows: RowScalars) -> None:
         self.roots, self.rows, self.emitter = roots, rows, rows.emitter
         self.operators: dict[Node, Node] = {}
+        self._scales: dict[Node, Poly] = {}
         self._known: dict[tuple[Node, Poly], Stats] = {}
 
     def of(self, form: Form, scale: Poly) -> Stats:
@@ -73,16 +84,32 @@ class Statistics:
         """Those that were asked for already."""
         return None if form.x is None else self._known.get((form.x, scale))
 
+    def has_any(self, form: Form) -> bool:
+        """Whether some of any scale were asked for already."""
+        return any(x is form.x for x, _ in self._known)
+
     def is_one(self, atom: Node) -> bool:
         """Whether a row scalar is one of the statistics, of some of the rows or in another shape maybe."""
         atom = under(atom, VIEWS)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
     def shows_empty_rows_of(self, atom: Node) -> Node | None:
-        """The logits of a mean or a total: NaN in rows of nothing but -inf, too, where `log_sum` is -inf."""
+        """The logits of what is NaN in rows of nothing but -inf, where `log_sum` is -inf: a mean, a total.
+
+        Or `log_sum - log_sum`.
+        """
         part = under(atom, VIEWS)
         shows = self.is_one(part) and part.args[1] in (2, 3)
+        if part in self.rows.nothing:
+            part = under(part.all_input_nodes[0], VIEWS)
+            shows = self.is_one(part)
         return self.operators[part.all_input_nodes[0]] if shows else None
+
+    def scale_of(self, atom: Node) -> Poly:
+        """What the logits are scaled by of which a row scalar is a statistic, but for the peak; else nothing."""
+        part = under(atom, VIEWS)
+        scaled = self.is_one(part) and part.args[1] != 0
+        return self._scales[part.all_input_nodes[0]] if scaled else ZERO
 
     def any_in(self, poly: Poly) -> bool:
         return any(map(self.is_one, poly.atoms()))
@@ -148,7 +175,7 @@ class Statistics:
             if order is not None and rank_of(rows):
                 rows = call(aten.permute.default, rows, order)
         node = call(torch.ops.slime_fused.row_stats.default, viewed, rows, factor, "")
-        self.operators[node] = self.roots.root_of[x]
+        self.operators[node], self._scales[node] = self.roots.root_of[x], scale
         parts = [call(operator.getitem, node, at) for at in range(4)]
         self.rows.peaks.add(parts[0])
         self.rows.levels[parts[0]] = self.roots.root_of[x]

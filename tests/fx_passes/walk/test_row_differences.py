@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import slime_compile
@@ -14,6 +15,7 @@ from tests.support import harness
 
 ROWS, VOCAB = 24, 37
 OFFSET = 2.0**10
+TARGET = torch.arange(ROWS)
 
 Value = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,9 +70,56 @@ def chunk_by_chunk(x: Tensor, target: Tensor) -> Tensor:
     return torch.cat(sums) - taken(x, target)
 
 
+def one_hot_log_prob(x: Tensor, target: Tensor) -> Tensor:
+    return (F.one_hot(target, VOCAB).to(x.dtype) * x).sum(-1) - x.logsumexp(-1)
+
+
+def smoothed(x: Tensor, target: Tensor) -> Tensor:
+    return x.logsumexp(-1) - 0.9 * taken(x, target)[:, 0] - 0.1 * x.mean(-1)
+
+
+def from_the_mean(x: Tensor, target: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True) - x.logsumexp(-1, keepdim=True)
+
+
+def temperatures(x: Tensor, target: Tensor) -> Tensor:
+    """One for each row."""
+    return (0.7 + 0.1 * (target % 5)).to(x.dtype)
+
+
+def log_prob_by_row(x: Tensor, target: Tensor) -> Tensor:
+    return log_prob(x / temperatures(x, target)[:, None], target)
+
+
+def entropy_by_row(x: Tensor, target: Tensor) -> Tensor:
+    return entropy(x / temperatures(x, target)[:, None], target)
+
+
+def smoothed_by_row(x: Tensor, target: Tensor) -> Tensor:
+    return smoothed(x / temperatures(x, target)[:, None], target)
+
+
+def one_hot_by_row(x: Tensor, target: Tensor) -> Tensor:
+    return one_hot_log_prob(x / temperatures(x, target)[:, None], target)
+
+
+def log_prob_times_a_tensor(x: Tensor, target: Tensor) -> Tensor:
+    return log_prob(x * temperatures(x, target)[3], target)
+
+
+def smoothed_times_a_row(x: Tensor, target: Tensor) -> Tensor:
+    return smoothed(x * temperatures(x, target)[:, None], target)
+
+
+def log_prob_over_a_tensor(x: Tensor, target: Tensor) -> Tensor:
+    return log_prob(x / temperatures(x, target)[3], target)
+
+
 VALUES: list[Value] = [
     entropy, tempered_entropy, log_prob, selected_log_prob, negative_log_prob, advantage,
-    log_of_the_sum_of_squares, two_steps, row_by_row, chunk_by_chunk,
+    log_of_the_sum_of_squares, two_steps, row_by_row, chunk_by_chunk, one_hot_log_prob, smoothed,
+    from_the_mean, log_prob_by_row, entropy_by_row, smoothed_by_row, one_hot_by_row,
+    log_prob_times_a_tensor, smoothed_times_a_row, log_prob_over_a_tensor,
 ]  # fmt: skip
 
 
@@ -112,7 +161,9 @@ def test_rows_that_are_not_finite(fn: Value, spoilt: float) -> None:
     clean[[3, 7]] = False
     torch.testing.assert_close(got[clean], want[clean], rtol=1e-5, atol=1e-5)
     assert got[7].isnan()
-    if spoilt == -math.inf:  # absent: its probability is 0, and so is what it is multiplied with
+    if spoilt == -math.inf and want[3].isinf():  # a mean of all logits
+        assert got[3] == want[3]
+    elif spoilt == -math.inf:  # absent: its probability is 0, and so is what it is multiplied with
         assert got[3].isfinite()
     else:
         assert got[3].isnan()
@@ -149,3 +200,80 @@ def test_other_logits_do_not_show_an_empty_row(fn: Value) -> None:
         got = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)(x, z)
         want = fn(x, z)
     torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+def test_a_factor_of_zero_takes_out_its_row() -> None:
+    """The logits are not looked at there: all classes have the same probability."""
+    torch._dynamo.reset()
+
+    def weighed(x: Tensor, factor: Tensor) -> Tensor:
+        return log_prob(x * factor[:, None], torch.arange(ROWS)) + 1 / (1 + factor)
+
+    x, factor = logits(torch.float32) + OFFSET, torch.linspace(0.5, 1.5, ROWS)
+    factor[3], factor[5], x[3, 3] = 0.0, -0.5, -math.inf
+    with torch.no_grad():
+        got = torch.compile(weighed, backend="slime_fused", options=harness.OPTIONS)(x, factor)
+        want = weighed(x.double(), factor.double())
+    want[3] = 1 - math.log(VOCAB)
+    torch.testing.assert_close(got, want.float(), rtol=1e-6, atol=2e-6)
+
+
+def test_two_factors_of_which_one_is_zero() -> None:
+    """What is multiplied with the other alone stays."""
+    torch._dynamo.reset()
+
+    def weighed(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        z = x * one[:, None] * two[:, None]
+        kept = one * -log_prob(x, TARGET)
+        return (one * (two * x.logsumexp(-1)) + kept) - taken(z, TARGET)[:, 0]
+
+    x, one, two = logits(torch.float32), torch.linspace(0.5, 1.5, ROWS), torch.ones(ROWS)
+    two[4] = 0.0
+    with torch.no_grad():
+        compiled = torch.compile(weighed, backend="slime_fused", options=harness.OPTIONS)
+        torch.testing.assert_close(compiled(x, one, two), weighed(x, one, two))
+
+
+def given_temperature(x: Tensor, temperature: Tensor) -> Tensor:
+    return entropy(x / temperature[:, None], TARGET)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, math.nan])
+def test_a_temperature_that_cancels_is_shown(spoilt: float) -> None:
+    torch._dynamo.reset()
+    temperature = torch.linspace(0.5, 1.5, ROWS)
+    temperature[3] = spoilt
+    with torch.no_grad():
+        compiled = torch.compile(given_temperature, backend="slime_fused", options=harness.OPTIONS)
+        got = compiled(logits(torch.float32), temperature)
+    assert got.isnan().nonzero().tolist() == [[3]]
+
+
+def test_a_given_number_that_nothing_would_show_stays() -> None:
+    torch._dynamo.reset()
+
+    def shifted(x: Tensor, given: Tensor) -> Tensor:
+        return (x.logsumexp(-1) + given) - (expected(x, x) + given)
+
+    given = torch.ones(ROWS)
+    given[3] = math.nan
+    with torch.no_grad():
+        compiled = torch.compile(shifted, backend="slime_fused", options=harness.OPTIONS)
+        assert compiled(logits(torch.float32), given)[3].isnan()
+
+
+def test_a_column_that_misses() -> None:
+    """The row has no logit, and the whole logsumexp."""
+    torch._dynamo.reset()
+    target = TARGET.masked_fill(TARGET % 3 == 0, -1)
+
+    def missed(x: Tensor) -> Tensor:
+        column = (target[:, None] == torch.arange(VOCAB)).to(x.dtype)
+        return x.logsumexp(-1) - (column * x).sum(-1)
+
+    x = (logits(torch.float32) + OFFSET).requires_grad_()
+    got = torch.compile(missed, backend="slime_fused", options=harness.OPTIONS)(x)
+    want = missed(x.double())
+    hit = target >= 0
+    torch.testing.assert_close(got.double()[~hit], want[~hit], rtol=1e-6, atol=0)
+    torch.testing.assert_close(got.double()[hit], want[hit], rtol=1e-6, atol=1e-6)
