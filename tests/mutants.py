@@ -499,8 +499,8 @@ MUTANTS = [
         ),
         (
             "two columns are not the same", "walk/left_out.py", "test_soundness.py precision",
-            "if together > 1 - _LEAST or any(",
-            "if any(",
+            "near = together > 1 - _LEAST or any(",
+            "near = any(",
         ),
         (
             "several columns of a row are not the same", "walk/left_out.py", "test_soundness.py precision",
@@ -509,12 +509,12 @@ MUTANTS = [
         ),
         (
             "a product of a weight and logits is one number", "walk/columns.py", "test_soundness.py precision",
-            "    c.rows.guarded[scaled] = difference * scale\n",
+            "    c.rows.guarded[scaled] = Guarded(difference * scale, scale)\n",
             "",
         ),
         (
             "a product of a softmax and logits is one number", "walk/columns.py", "test_soundness.py precision",
-            "    c.rows.guarded[weighted] = factor\n",
+            "    c.rows.guarded[weighted] = Guarded(factor, Poly.atom(probability))\n",
             "",
         ),
         (
@@ -544,8 +544,8 @@ MUTANTS = [
         ),
         (
             "the total of the logits is not scaled", "rules/reductions.py", "test_small_programs.py right and (sum_of_scaled)",
-            "        return Poly.atom(_plain_sum(c, form, form.x)) * form.f",
-            "        return Poly.atom(_plain_sum(c, form, form.x))",
+            "        return Poly.atom(plain) * form.f",
+            "        return Poly.atom(plain)",
         ),
         (
             "a sum of rows counts them once", "rules/reductions.py", "test_small_programs.py right",
@@ -754,9 +754,9 @@ MUTANTS = [
             "    return number != 0 and others <= rows.zero_outside\n",
         ),
         (
-            "an overflowing mass meets its negative", "rules/reductions.py", "test_soundness.py times_their_logits",
-            "    product = c.emitter.call(aten.mul.Tensor, mass, c.rows.emit_node(weighted, dtype, form.x))",
-            "    product = c.rows.emit_node(Poly.atom(mass) * weighted, dtype, form.x)",
+            "an overflowing mass meets its negative", "walk/context.py", "test_soundness.py times_their_logits",
+            "        product = self.emitter.call(aten.mul.Tensor, mass, self.rows.emit_node(number, dtype, mass))",
+            "        product = self.rows.emit_node(Poly.atom(mass) * number, dtype, mass)",
         ),
         (
             "a column is not spread over the rows", "walk/gradient.py", "test_soundness.py broadcast",
@@ -1335,7 +1335,7 @@ MUTANTS = [
         ),
         (
             "maxima are scaled one by one", "walk/row_nodes.py", "test_soundness.py log_sum_of_scaled",
-            "        for mine in [monomial for monomial in terms if self._has_level(monomial)]:\n",
+            "        for mine in [monomial for monomial in terms if self.has_level(monomial)]:\n",
             "        for mine in []:\n",
         ),
         (
@@ -1696,6 +1696,33 @@ MUTANTS = [
             "a temperature may take out a row", "walk/columns.py", "walk/test_row_differences.py offset and by_row",
             "    if number is not None or _is_quotient(scale):\n",
             "    if number is not None:\n",
+        ),
+        (
+            "a share of another sum", "walk/exchange.py", "test_vocabulary_parallel.py offset",
+            "    return c.shards.totals.get(total) is mass and c.shards.shared[total] == group\n",
+            "    return total in c.shards.totals and c.shards.shared[total] == group\n",
+        ),
+        (
+            "a rank's own number of a maximum is that of all", "walk/exchange.py",
+            "test_vocabulary_parallel.py numbers_of_a_rank and maximum",
+            "    if under(operand, RESHAPES | SAME_VALUE | CASTS) not in row_values:\n        return None\n",
+            "",
+        ),
+        (
+            "the largest over all ranks is no center", "walk/near.py", "test_vocabulary_parallel.py offset",
+            "    largest = [atom for atom, _ in single[1] if c.shards.is_largest(atom)]\n",
+            "    largest: list[Node] = []\n",
+        ),
+        (
+            "the largest is written home with its factors", "rules/row_writes.py",
+            "test_vocabulary_parallel.py offset",
+            "        return len(monomial) > 1 and self.c.shards.is_largest(atom)\n",
+            "        return False\n",
+        ),
+        (
+            "a part of a logit may be taken", "walk/left_out.py", "test_refusals.py",
+            "        if infinite or near:\n",
+            "        if near:\n",
         ),
         (
             "one of several is all there is", "rules/row_scalars.py", "test_rules.py polynomial and select",

@@ -26,6 +26,7 @@ from fx_passes.walk.results import (
     RowValue,
     as_form,
 )
+from fx_passes.walk.shards import Weighted
 from fx_passes.walk.spelled_out import arithmetic
 from fx_passes.walk.statistics import dtype_of
 
@@ -152,12 +153,7 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     mass = c.mass(stats.max - term.shift, stats.log_sum, form.x, top - term.shift)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
-    null = c.emitter.call(aten.eq.Scalar, mass, 0)
-    zero = c.rows.emit_node(ZERO, dtype, form.x)
-    # as a whole: a mass that overflows would meet itself with the other sign in the sum of its products
-    product = c.emitter.call(aten.mul.Tensor, mass, c.rows.emit_node(weighted, dtype, form.x))
-    product = c.rows.zero_where_placed(weighted.common(), product)
-    return Poly.atom(c.emitter.where(null, zero, product))
+    return Poly.atom(c.weighted(Weighted(mass, weighted)))
 
 
 def _columns_sum(c: Context, form: Form, hot: OneHot) -> Poly:

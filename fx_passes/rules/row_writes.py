@@ -17,6 +17,7 @@ from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_kno
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, same, same_shape, shape_of
+from fx_passes.graph.operators import CASTS, under
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
 from fx_passes.rules.row_moves import reshape_rows, row_form, zeros_for
 from fx_passes.walk.context import Context
@@ -193,10 +194,15 @@ class _Embedding:
         return self._poly(poly, vanish=True)
 
     def _monomial(self, monomial: Monomial, vanish: bool) -> Poly:
-        """Factors that came from the parent are the parent's; the others are written into zeros as one."""
+        """Factors that came from the parent are the parent's; the others are written into zeros as one.
+
+        But for one that may cancel, the largest logit over all ranks.
+        """
         kept, rest = Poly.number(1.0), []
         for atom, power in monomial:
             above = self._stripped(atom)
+            if above is None and power > 0 and self._may_cancel(monomial, atom):
+                above = self._place(self.c.emitter.cast(atom, dtype_of(self.inner)))
             if above is None:
                 rest.append((atom, power))
             else:
@@ -209,6 +215,9 @@ class _Embedding:
         emitted = self.c.rows.emit_node(inner, dtype_of(self.inner), like)
         return kept * Poly.atom(self._place(emitted))
 
+    def _may_cancel(self, monomial: Monomial, atom: Node) -> bool:
+        return len(monomial) > 1 and self.c.shards.is_largest(atom)
+
     def _index(self, node: Node) -> Node:
         return self._stripped(node) or self._place(node)
 
@@ -216,4 +225,7 @@ class _Embedding:
         return None if self.inner.x is None else self.c.roots.stripped(self.inner.x, atom)
 
     def _place(self, node: Node) -> Node:
-        return self.c.rows.place(self.back(self.c.spread(self.inner, node)))
+        placed = self.c.rows.place(self.back(self.c.spread(self.inner, node)))
+        if self.c.shards.is_largest(under(node, CASTS)):
+            self.c.shards.largest.add(placed)
+        return placed

@@ -35,6 +35,7 @@ from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowRule, RowScalars
+from fx_passes.walk.shards import Shards, Weighted
 from fx_passes.walk.statistics import Statistics, Stats, compute_dtype, dtype_of
 
 aten = torch.ops.aten
@@ -50,6 +51,7 @@ class Context:
         values: what every node is that was visited: a form, a mask, a tuple of those, or the node itself.
         only: the roots that are taken; None while every value that could be one is.
         changes: inputs that the graph changes in place, which are no root or one in forward alone.
+        shards: what is known of numbers per row that ranks exchange.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Context:
         self.roots = Roots(self.emitter)
         self.statistics = Statistics(self.roots, self.rows)
         self.beside_peaks: dict[tuple[Node, Poly, Poly], tuple[Poly, Poly]] = {}  # near.py
+        self.shards = Shards()
         self.values: dict[Node, Result] = {}
         self._free: set[Node] = set()
 
@@ -223,6 +226,17 @@ class Context:
     def mass(self, height: Poly, log_sum: Poly, x: Node, exact: Poly | None = None) -> Node:
         """exp(height + log_sum), a row's sum of exponentials over `x`; `exact` is how the height is computed."""
         return self.rows.mass(height, log_sum, compute_dtype(x), x, exact)
+
+    def weighted(self, row: Weighted) -> Node:
+        """As a whole: a mass that overflows would meet itself with the other sign in the sum of its products."""
+        mass, number, dtype = row.mass, row.number, value(row.mass).dtype
+        null = self.emitter.call(aten.eq.Scalar, mass, 0)
+        zero = self.rows.emit_node(ZERO, dtype, mass)
+        product = self.emitter.call(aten.mul.Tensor, mass, self.rows.emit_node(number, dtype, mass))
+        product = self.rows.zero_where_placed(number.common(), product)
+        node = self.emitter.where(null, zero, product)
+        self.shards.weighted[node] = row
+        return node
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -26,13 +26,15 @@ def only_with_its_columns(c: Context, form: Form) -> None:
 
     The rest is rounded as they are, and the others may be far smaller: `1 - p` of a probability near one is not the
     sum of the others, and neither is the sum of all log-probs less the target's, which may be a million times theirs.
-    Two columns may be one.
+    Two columns may be one. Of a logit no part may be taken: of -inf nothing but NaN would be left.
     """
     hots = [hot for hot in form.hots if _may_have_a_column(c, hot.weight)]
     for kind, part in _wide_parts(form) if hots else ():
         taken = [share for hot in hots if (share := _share_taken(c, part, hot))]
         together = sum(share for share in taken if share > 0) if len(taken) > 1 else 0.0
-        if together > 1 - _LEAST or any(_apart_from_all(share) < _LEAST for share in taken):
+        infinite = not part.f.is_zero and any(share > 0 for share in taken)
+        near = together > 1 - _LEAST or any(_apart_from_all(share) < _LEAST for share in taken)
+        if infinite or near:
             raise Refused(f"{kind} may be taken without one of their columns, which would cancel")
 
 

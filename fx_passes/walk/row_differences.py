@@ -14,6 +14,7 @@ from torch.fx import Node
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor, rank_of, same_shape, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, is_collective, under
+from fx_passes.graph.order import ancestors
 from fx_passes.walk.context import Context
 from fx_passes.walk.row_nodes import ROUNDING, Guarded
 from fx_passes.walk.statistics import compute_dtype, is_mask
@@ -27,14 +28,9 @@ MAX_TERMS = 16
 
 
 def take_offsets_away(walk: Walk, live: Container[Node]) -> None:
-    """Finds what stands in for such sums among what is `live`.
-
-    Nothing where ranks exchange numbers, which all of them must go on doing.
-    """
+    """Finds what stands in for such sums among what is `live`."""
     graph, account, c = walk.graph, walk.account, walk.context
     nodes = list(graph.nodes)
-    if any(map(is_collective, nodes)):
-        return
     with graph.inserting_before(nodes[-1]):
         for node in nodes:
             if node in live and node.target in _SIGNS and node not in account.replacements:
@@ -61,9 +57,20 @@ def _without_offset(c: Context, node: Node) -> Node | None:
     if logits is None or value(node).dtype.itemsize > compute_dtype(logits).itemsize:
         return None
     found = _unless_zero(c, total, guards, compute_dtype(logits), node)
-    if not same_shape(shape_of(found), shape_of(node)):
+    if not same_shape(shape_of(found), shape_of(node)) or _exchanges(c, node) - _exchanges(
+        c, found
+    ):
         return None
     return c.emitter.cast(found, value(node).dtype)
+
+
+def _exchanges(c: Context, node: Node) -> set[Node]:
+    """The collectives that a number per row needs: ranks whose graphs are different go on with the same."""
+
+    def inputs(node: Node) -> list[Node]:
+        return [c.emitter.represents.get(arg, arg) for arg in node.all_input_nodes]
+
+    return set(filter(is_collective, ancestors([node], inputs)))
 
 
 def _guards(c: Context, poly: Poly) -> list[Monomial]:
@@ -172,7 +179,7 @@ def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
         for key, number in mine.items()
         if key in theirs and abs(kept.get(key, 0.0)) <= ROUNDING * abs(number)
     ]
-    shown = {c.statistics.shows_empty_rows_of(atom) for atom in total.atoms()}
+    shown = {_shows_empty_rows_of(c, atom) for atom in total.atoms()}
     if not gone or any(key not in kept and key[0] not in shown for key in gone):
         return None
     left_out = {*left.atoms(), *right.atoms()}.difference(total.atoms())
@@ -180,3 +187,8 @@ def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
     scales = [c.statistics.scale_of(atom) for atom in total.atoms()]
     told = {under(atom, VIEWS) for scale in scales for atom in scale.atoms()}
     return gone[0][0] if given <= told else None
+
+
+def _shows_empty_rows_of(c: Context, atom: Node) -> Node | None:
+    over_all_ranks = c.shards.means.get(under(atom, VIEWS))
+    return over_all_ranks or c.statistics.shows_empty_rows_of(atom)

@@ -35,6 +35,7 @@ from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
 from fx_passes.walk.context import MADE_OF_LOGITS, Context, dtype_name
+from fx_passes.walk.exchange import exchanged
 from fx_passes.walk.gradient import row_grad
 from fx_passes.walk.layouts import keep_layouts
 from fx_passes.walk.left_out import only_with_its_columns
@@ -56,6 +57,7 @@ from fx_passes.walk.spelled_out import spell_out
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 _MOVES = VIEWS - {aten.select.int}  # which may select a column, a number per row
 
@@ -151,6 +153,8 @@ class Walk:
             made = isinstance(refused, TwoLogits) and self._are_made_of_logits(operands)
             self._refuse(node, MADE_OF_LOGITS if made else str(refused), operands)
             result = None
+        if result is None and node.target is c10d.wait_tensor.default:
+            return self._receive(node)
         return self._plain(node) if result is None else self._record(node, result)
 
     def _check_rounding(self, form: Form) -> None:
@@ -195,6 +199,16 @@ class Walk:
         """No affair of the pass: the node stays, and so do its operands."""
         self._keep_operands(node)
         return self.context.emitter.adopt(node)
+
+    def _receive(self, wait: Node) -> Node:
+        """Numbers per row from other ranks: the program's, or what stands in for them."""
+        merged = self.context.config.merge_collectives
+        stands_in = exchanged(self.context, wait, self.account.row_values) if merged else None
+        if stands_in is None:
+            return self._plain(wait)
+        self.account.replacements[wait] = stands_in
+        self.context.emitter.represents[wait] = stands_in
+        return stands_in
 
     # -- recording -------------------------------------------------------------------------------
 

@@ -429,6 +429,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, others)
 
 
+@refused("logits may be taken without one of their columns, which would cancel")
+def _(s: Scratch, x: Node) -> None:
+    """Of -inf half of it is -inf, and not what is left."""
+    others = s.call(aten.where.self, column_mask(s), number(s, 0.5), number(s, 1.0))
+    s.call(aten.mul.Tensor, x, others)
+
+
 # ---------------------------------------------------------------- columns
 
 

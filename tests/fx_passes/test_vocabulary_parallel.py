@@ -21,10 +21,11 @@ OPTIONS = {"inner": "aot_eager", "min_vocab": 16, "strict": True}
 WIDTHS = {2: [40, 40], 3: [40, 40, 29], 4: [33, 33, 33, 20]}
 
 
-def data(ranks: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def data(ranks: int, offset: float = 0.0) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Logits to which a power of two up to 2**10 can be added without a rounding."""
     draw = torch.Generator().manual_seed(ranks)
     vocabulary = sum(WIDTHS[ranks])
-    logits = 3 * torch.randn(ROWS, vocabulary, generator=draw)
+    logits = (3 * torch.randn(ROWS, vocabulary, generator=draw) * 2**10).round() / 2**10 + offset
     target = torch.randint(0, vocabulary, (ROWS,), generator=draw)
     return logits, target, [torch.randn(ROWS, generator=draw) for _ in range(2)]
 
@@ -51,8 +52,10 @@ def values_and_gradient(
     return [*(o.detach() for o in outputs), gradient]
 
 
-def on_shard(rank: int, ranks: int, name: str, options: dict[str, Any]) -> dict[str, list[Tensor]]:
-    shard, (logits, target, upstream) = shard_of(rank, ranks), data(ranks)
+def on_shard(
+    rank: int, ranks: int, name: str, options: dict[str, Any], offset: float = 0.0
+) -> dict[str, list[Tensor]]:
+    shard, (logits, target, upstream) = shard_of(rank, ranks), data(ranks, offset)
     part = logits[:, shard.start : shard.stop]
     fn = LOSSES[name]
     with torch.random.fork_rng(devices=[]):
@@ -93,6 +96,98 @@ def test_equal_to_the_unsharded_loss(name: str, ranks: int) -> None:
         assert report["wide_after"] == 0
         assert report["collectives_before"] >= 2
         assert report["collectives_after"] == 1
+
+
+# ---- offsets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ranks"), [c for c in CASES if c[0] != "combined_norms"])
+def test_an_offset_loses_nothing(name: str, ranks: int) -> None:
+    """The error is that of numbers as large as the logits are without it."""
+    found = gathered(on_threads(ranks, on_shard, ranks, name, {}, 2.0**10), "ours")
+    for got, true in zip(found, truth(name, ranks), strict=True):
+        torch.testing.assert_close(got.double(), true, rtol=2e-6, atol=4e-6)
+
+
+class OverAnother(torch.autograd.Function):
+    """Weights that do not sum to 1: the sum that they are divided by is that of `rescaled` exponentials."""
+
+    @staticmethod
+    def forward(ctx, logits, rescaled, group):  # type: ignore[no-untyped-def]
+        peak = logits.amax(-1, keepdim=True)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        weights, total = (logits - peak).exp(), rescaled(logits - peak)
+        if total.shape == peak.shape:
+            dist.all_reduce(total, group=group)
+        weights = weights / total
+        expected = (weights * logits).sum(-1, keepdim=True)
+        dist.all_reduce(expected, group=group)
+        ctx.save_for_backward(weights, logits)
+        return (expected - peak).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        weights, logits = ctx.saved_tensors
+        return grad.unsqueeze(-1) * weights * logits, None, None
+
+
+@pytest.mark.parametrize(
+    "rescaled",
+    [
+        lambda shifted: (shifted / 2).exp().sum(-1, keepdim=True),
+        lambda shifted: shifted[:, ::2].exp().sum(-1, keepdim=True),
+        lambda shifted: shifted.exp().sum(-1, keepdim=True).expand(-1, shifted.shape[-1]),
+    ],
+    ids=["another temperature", "half the columns", "the rank's own"],
+)
+def test_what_is_no_mean_keeps_its_offset(monkeypatch: pytest.MonkeyPatch, rescaled: Any) -> None:
+    def over_another(shard: Shard, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (OverAnother.apply(logits, rescaled, shard.group),)
+
+    monkeypatch.setitem(LOSSES, "over_another", over_another)
+    found = on_threads(2, on_shard, 2, "over_another", {}, 2.0**6)
+    for mine, eager in zip(gathered(found, "ours"), gathered(found, "eager"), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-4)
+
+
+class Weighed(torch.autograd.Function):
+    """What a rank sends, times numbers per row of its own."""
+
+    @staticmethod
+    def forward(ctx, logits, shard, kind):  # type: ignore[no-untyped-def]
+        own = torch.full((), 1.25 if shard.start else 0.75)
+        weight = {which: own if which == kind else torch.ones(()) for which in KINDS}
+        peak = logits.amax(-1, keepdim=True) * weight["maximum"]
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
+        probs = (logits - peak).exp()
+        total = probs.sum(-1, keepdim=True) * weight["total"]
+        dist.all_reduce(total, group=shard.group)
+        probs = probs / total
+        expected = (probs * logits).sum(-1, keepdim=True) * weight["mean"]
+        dist.all_reduce(expected, group=shard.group)
+        ctx.save_for_backward(logits, probs, expected)
+        return (expected - peak).squeeze(-1) + total.squeeze(-1).log()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        logits, probs, expected = ctx.saved_tensors
+        return grad.unsqueeze(-1) * probs * (expected - logits), None, None
+
+
+KINDS = ["maximum", "total", "mean"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_a_rank_stay_in_what_it_sends(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def weighed(shard: Shard, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (Weighed.apply(logits, shard, kind),)
+
+    monkeypatch.setitem(LOSSES, "weighed", weighed)
+    found = on_threads(2, on_shard, 2, "weighed", {"merge_collectives": True}, 4.0)
+    for mine, eager in zip(gathered(found, "ours"), gathered(found, "eager"), strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
 # ---- what is merged, and what is not ------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""Numbers per row that ranks exchange, without the offset of the logits that they have in common.
+
+Entry point: `exchanged`. Where each rank holds some columns, the largest of `s max(x)` is `s` times the largest of
+`max(x)`. Of a mean over all columns, to which each rank adds its share, what all have alike comes out, since the shares
+sum to 1:
+
+    sum_r share_r (mean_r + (max_r - peak) + peak)   ->   peak + sum_r share_r (mean_r + (max_r - peak))
+
+NOTE [What ranks send]
+An all-reduce takes the place of another, of as many numbers, in the same dtype, and by the forward graph alone: a rank
+whose logits have no gradient does the same as the others. A number in full-vocabulary arithmetic (a temperature) is the
+same on all ranks, as `collectives` takes it; one that numbers per row are multiplied with may be another on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch.fx import Node
+
+from fx_passes.algebra.poly import ZERO, Monomial, Poly
+from fx_passes.graph.facts import is_float_tensor, value
+from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, under
+from fx_passes.walk.context import Context
+from fx_passes.walk.shards import Weighted
+from fx_passes.walk.statistics import compute_dtype
+
+c10d = torch.ops._c10d_functional
+
+
+def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | None:
+    """What stands in for the result of an all-reduce; None where it stays.
+
+    Args:
+        row_values: nodes of the user's that are a number per row of full-vocabulary values.
+    """
+    reduce = wait.all_input_nodes[0]
+    if reduce.target is not c10d.all_reduce.default or not is_float_tensor(wait):
+        return None
+    operand, operation, group = reduce.args
+    assert isinstance(operand, Node)
+    c.shards.shared[wait] = group
+    if under(operand, RESHAPES | SAME_VALUE | CASTS) not in row_values:
+        return None
+    if operation == "max":
+        return _largest(c, wait, operand, group)
+    if operation == "sum":
+        return _added(c, wait, operand, group)
+    return None
+
+
+def _largest(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
+    """max_r (s level_r) = s max_r level_r for a number s > 0."""
+    number, level = c.rows.meaning(operand).as_share() or (0.0, operand)
+    logits = c.rows.logits_of(level)
+    if logits is None or number <= 0:
+        return None
+    largest = wait if number == 1 else _all_reduced(c, level, "max", group, wait)
+    c.shards.shared[largest] = group
+    c.shards.largest.add(largest)
+    c.rows.levels[largest] = logits
+    if largest is wait:
+        return None
+    return _emit(c, Poly.atom(largest) * Poly.number(number), compute_dtype(logits), wait)
+
+
+def _added(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
+    number, own = c.rows.meaning(operand).as_share() or (0.0, operand)
+    own = under(own, RESHAPES)
+    if number != 1:
+        return None
+    if own in c.rows.masses:
+        c.shards.totals[wait] = own
+    weighted = c.shards.weighted.get(own)
+    return None if weighted is None else _mean(c, wait, weighted, group)
+
+
+def _mean(c: Context, wait: Node, weighted: Weighted, group: object) -> Node | None:
+    alike, others = ZERO, ZERO
+    for monomial, number in weighted.number.terms.items():
+        rest = _shared_by_all(c, monomial, weighted.mass, group)
+        if rest is None:
+            others += Poly({monomial: number})
+        else:
+            alike += Poly({rest: number})
+    if alike.is_zero:
+        return None
+    dtype = value(weighted.mass).dtype
+    product = c.weighted(Weighted(weighted.mass, others))
+    mean = _all_reduced(c, product, "sum", group, wait)
+    c.shards.shared[mean] = group
+    (c.shards.means[mean], *_) = filter(None, map(c.rows.logits_of, alike.atoms()))
+    c.rows.level_free.add(mean)
+    return _emit(c, alike + Poly.atom(mean), dtype, wait)
+
+
+def _shared_by_all(c: Context, monomial: Monomial, mass: Node, group: object) -> Monomial | None:
+    """What is multiplied with the share of the rank, where all ranks have the same, and an offset in it."""
+    totals = [a for a, power in monomial if power == -1 and _is_total(c, a, mass, group)]
+    if len(totals) != 1:
+        return None
+    rest = tuple(factor for factor in monomial if factor[0] is not totals[0])
+    alike = all(c.shards.shared.get(under(a, RESHAPES)) == group for a, _ in rest)
+    return rest if alike and c.rows.has_level(rest) else None
+
+
+def _is_total(c: Context, atom: Node, mass: Node, group: object) -> bool:
+    total = under(atom, RESHAPES)
+    return c.shards.totals.get(total) is mass and c.shards.shared[total] == group
+
+
+def _all_reduced(c: Context, node: Node, operation: str, group: object, like: Node) -> Node:
+    """Over all ranks, in the dtype in which the program sends it."""
+    sent = c.emitter.cast(node, value(like).dtype)
+    result = c.emitter.call(c10d.all_reduce.default, sent, operation, group)
+    return c.emitter.call(c10d.wait_tensor.default, result)
+
+
+def _emit(c: Context, poly: Poly, dtype: torch.dtype, like: Node) -> Node:
+    number = c.rows.emit_node(poly, dtype, like)
+    return c.emitter.cast(c.emitter.reshape(number, c.emitter.sizes(like)), value(like).dtype)

@@ -1,0 +1,45 @@
+"""What is known of numbers per row that ranks exchange, each of which holds some columns of the logits.
+
+Written by `exchange.py`, and by the rules for sums over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from fx_passes.algebra.poly import Poly
+from fx_passes.graph.operators import VIEWS, under
+
+
+class Weighted(NamedTuple):
+    """A row's sum of exponentials times a number; 0 where the sum is, whatever the number is."""
+
+    mass: Node
+    number: Poly
+
+
+@dataclass
+class Shards:
+    """One walk's knowledge.
+
+    Attributes:
+        weighted: nodes that are one.
+        shared: nodes that are the same on all ranks of a group; of which.
+        largest: of the logits over all ranks.
+        totals: sums of exponentials over all ranks; the own one.
+        means: means over all ranks, without what all ranks have alike; the logits. NaN where a row is NaN on one of
+            them, or has nothing but -inf on all.
+    """
+
+    weighted: dict[Node, Weighted] = field(default_factory=dict)
+    shared: dict[Node, object] = field(default_factory=dict)
+    largest: set[Node] = field(default_factory=set)
+    totals: dict[Node, Node] = field(default_factory=dict)
+    means: dict[Node, Node] = field(default_factory=dict)
+
+    def is_largest(self, atom: Node) -> bool:
+        """One of `largest`, of some of the rows or in another shape maybe."""
+        return under(atom, VIEWS) in self.largest
