@@ -1709,6 +1709,12 @@ MUTANTS = [
             "",
         ),
         (
+            "what ranks exchange has no offset", "walk/exchange.py",
+            "test_vocabulary_parallel.py offset and combined_norms",
+            "    if level is not None:\n",
+            "    if False:\n",
+        ),
+        (
             "the largest over all ranks is no center", "walk/near.py", "test_vocabulary_parallel.py offset",
             "    largest = [atom for atom, _ in single[1] if c.shards.is_largest(atom)]\n",
             "    largest: list[Node] = []\n",

@@ -21,11 +21,12 @@ from torch.fx import Node
 
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor, value
-from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, under
+from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, is_zero, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.shards import Weighted
 from fx_passes.walk.statistics import compute_dtype
 
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
@@ -41,6 +42,9 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
     operand, operation, group = reduce.args
     assert isinstance(operand, Node)
     c.shards.shared[wait] = group
+    level = _level(c, operand)
+    if level is not None:
+        c.rows.levels[wait] = level
     if under(operand, RESHAPES | SAME_VALUE | CASTS) not in row_values:
         return None
     if operation == "max":
@@ -48,6 +52,17 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
     if operation == "sum":
         return _added(c, wait, operand, group)
     return None
+
+
+def _level(c: Context, operand: Node) -> Node | None:
+    """The logits that a rank's number is as large as, with their offset: a logsumexp, or a logit that it has or not."""
+    operand = under(operand, RESHAPES | SAME_VALUE)
+    if operand.target is aten.where.self:
+        left, right = operand.all_input_nodes[1:]
+        operand = right if is_zero(left) else left if is_zero(right) else operand
+    offsets = c.rows.offsets(c.rows.meaning(operand))
+    alone = [logits for logits, factors in offsets if not factors]
+    return alone[0] if len(offsets) == 1 and alone else None
 
 
 def _largest(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
