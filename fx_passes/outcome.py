@@ -55,9 +55,10 @@ class Outcome:
     """What `fuse` did to one graph; `fused` is empty exactly if the graph is unchanged.
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
-    `saved_bytes_*` are the bytes of full-vocabulary values that backward keeps; `collectives_*` count the functional
-    collectives of the graph; `chunked_heads` the matmuls whose logits are never whole; `rounded_to` is the narrowest
-    dtype that the program rounds full-vocabulary values to and the rewrite does not (the notes tell where).
+    `saved_bytes_*` are the bytes of full-vocabulary values of forward that backward reads, which the compiler may save
+    or compute again; `collectives_*` count the functional collectives of the graph; `chunked_heads` the matmuls whose
+    logits are never whole; `rounded_to` is the narrowest dtype that the program rounds full-vocabulary values to and
+    the rewrite does not (the notes tell where).
     """
 
     fused: tuple[Fused, ...] = ()

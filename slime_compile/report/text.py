@@ -60,7 +60,7 @@ def _graph(graph: Fields) -> list[str]:
         lines += _indented(table(("fused", "shape", "dtype", "at"), rows))
     if graph["wide_before"] or graph["values"]:
         lines.append(
-            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}, kept for backward "
+            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}, read by backward "
             f"{_size(graph['saved_bytes_before'])} -> {_size(graph['saved_bytes_after'])}"
         )
     if graph["collectives_before"]:
