@@ -39,7 +39,7 @@ _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceed
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+(?=$| \()")
 _TORCH = str(Path(torch.__file__).parent)
 
-_seen: dict[Frame, float] = {}
+_seen: dict[tuple[Frame, float], None] = {}
 _without_graph: dict[Frame, tuple[float, str]] = {}
 _restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
 """By compilation, then its beginning and its end: after `torch._dynamo.reset` their numbers begin anew."""
@@ -48,8 +48,7 @@ _restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
 def harvest() -> None:
     """Keeps what torch's records say, before it drops them."""
     metrics = dynamo_utils.get_compilation_metrics()
-    for frame, when in _left_to_python(metrics).items():
-        _seen.setdefault(frame, when)
+    _seen.update(dict.fromkeys(_left_to_python(metrics)))
     for each in metrics:
         if each.compile_id and each.restart_reasons:
             during = ((each.start_time_us or 0) / 1e6, _ended(each))
@@ -60,10 +59,13 @@ def harvest() -> None:
                     _without_graph.setdefault(frame, (_ended(each), each.co_name or "a frame"))
 
 
-def process_frames() -> dict[Frame, float]:
-    """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`)."""
+def process_frames() -> list[tuple[Frame, float]]:
+    """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`).
+
+    One that is left again, after `torch._dynamo.reset`, is there again.
+    """
     harvest()
-    return dict(_seen)
+    return list(_seen)
 
 
 def breaks_without_graph() -> dict[Frame, tuple[float, str]]:
@@ -123,7 +125,7 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         new = [m for m in dynamo_utils.get_compilation_metrics() if id(m) not in self._before]
-        self.python_frames = tuple(_left_to_python(new))
+        self.python_frames = tuple(dict.fromkeys(frame for frame, _ in _left_to_python(new)))
         self.breaks = tuple(f for m in new for f in _restarts(m))
         dynamo_utils.counters.clear()
         dynamo_utils.counters.update(self._counters)
@@ -147,8 +149,8 @@ def summary(reason: str) -> str:
     return ": ".join([*lines[:1], *explained[:1]]) or "no reason given"
 
 
-def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
-    found: dict[Frame, float] = {}
+def _left_to_python(metrics: Iterable[Any]) -> list[tuple[Frame, float]]:
+    found: list[tuple[Frame, float]] = []
     names: dict[str, tuple[str, str]] = {}
     for each in metrics:
         code = _frame_number(each.compile_id)
@@ -162,7 +164,7 @@ def _left_to_python(metrics: Iterable[Any]) -> dict[Frame, float]:
             failed = _place(each.fail_user_frame_filename, each.fail_user_frame_lineno)
             reason = _why(each.fail_reason or each.fail_type)
             frame = Frame.found(name, failed or start, reason)
-            found.setdefault(frame, _ended(each))
+            found.append((frame, _ended(each)))
     return found
 
 

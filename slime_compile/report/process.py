@@ -47,7 +47,7 @@ def reports() -> list[Report]:
     harvest()
     every = [
         *((each.time, each.name, _report(each)) for each in list(_records)),
-        *((when, "", Report(python_frames=(f,))) for f, when in process_frames().items()),
+        *((when, "", Report(python_frames=(f,))) for f, when in process_frames()),
         *(
             (when, f"{code} ({f.source.rpartition(':')[0]})", Report(breaks=(f,)))
             for f, (when, code) in breaks_without_graph().items()
@@ -88,6 +88,8 @@ def summary() -> Report:
     return Report(
         graphs=shown,
         breaks=tuple(dict.fromkeys(frame for report in every for frame in report.breaks)),
-        python_frames=tuple(frame for report in every for frame in report.python_frames),
+        python_frames=tuple(
+            dict.fromkeys(frame for report in every for frame in report.python_frames)
+        ),
         other_graphs=len(graphs) - len(shown),
     )

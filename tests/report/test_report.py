@@ -141,6 +141,29 @@ def test_frames_left_to_python() -> None:
         report.assert_fused()
 
 
+def test_a_frame_that_is_left_to_python_again_is_told_again() -> None:
+    """`torch._dynamo.reset` lets Dynamo try once more; the summary of the process lists the frame once."""
+
+    def lost_again(logits: Tensor) -> Tensor:
+        total = logits.new_zeros(())
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            total = total + torch.softmax(logits, -1).sum()
+        return total
+
+    def mine(report: slime_compile.Report) -> list[str]:
+        return [f.name for f in report.python_frames if f.name == "lost_again"]
+
+    known = len(slime_compile.reports())
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(lost_again, backend="slime_fused")
+        for _ in range(2):
+            compiled(data()[0])
+    assert [mine(each) for each in slime_compile.reports()[known:]] == [["lost_again"]] * 2
+    assert mine(slime_compile.summary()) == ["lost_again"]
+
+
 def test_logits_in_no_graph() -> None:
     report = explain(lambda x: (x * 2).sum())(torch.randn(4))
     assert "the logits are in no graph" in str(report)
@@ -508,7 +531,7 @@ def test_frames_of_torchs_own_are_nobodys_loss(monkeypatch: pytest.MonkeyPatch) 
     metrics = [record(fsdp, 900), record("/a/trainer.py", 901)]
     monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: metrics)
     monkeypatch.setattr(frames, "_seen", {})
-    assert [f.source for f in frames.process_frames()] == ["/a/trainer.py:7"]
+    assert [f.source for f, _ in frames.process_frames()] == ["/a/trainer.py:7"]
 
 
 def test_a_failed_pass_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None:
