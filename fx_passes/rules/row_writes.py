@@ -16,7 +16,7 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
-from fx_passes.graph.facts import Size, same, same_shape, shape_of
+from fx_passes.graph.facts import Size, hint, same, same_shape, shape_of
 from fx_passes.graph.operators import CASTS, under
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
 from fx_passes.rules.row_moves import reshape_rows, row_form, zeros_for
@@ -44,6 +44,8 @@ def slice_scatter(
     base, piece = row_form(operand), row_form(src)
     dim %= len(base.shape)
     if takes_all(base.shape[dim], start, end, step):
+        if hint(piece.shape[dim]) != hint(base.shape[dim]):
+            raise Refused("fewer rows are written than there are in their place")
         return piece
     if dim == piece.vdim:
         raise Refused("a part of the vocabulary is written")

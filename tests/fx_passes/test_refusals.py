@@ -608,6 +608,14 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.slice_scatter.default, zeros, halves(s, x)[0], 0, 1, 2)
 
 
+@refused("fewer rows are written than there are in their place")
+def _(s: Scratch, x: Node) -> None:
+    """As torch's fake kernel does, and no other."""
+    zeros = s.call(aten.full.default, [3, VOCAB], 0.0, dtype=torch.float32, device="cpu")
+    nothing = s.call(aten.slice.Tensor, x, 0, 0, 0)
+    s.call(aten.slice_scatter.default, zeros, nothing, 0, -5, 5)
+
+
 # ---------------------------------------------------------------- the checks
 
 
