@@ -95,7 +95,7 @@ LOSSES = [cross_entropy, capped, some_rows, per_token, in_pieces, hidden_twice, 
 # ---- dry runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", ["never", "always"])
+@pytest.mark.parametrize("choice", ["never", pytest.param("always", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("fn", LOSSES, ids=lambda fn: fn.__name__)
 def test_estimate_is_what_is_measured(fn: Callable[..., Tensor], choice: str) -> None:
     """Within 3 %, the buffers of the row operators apart, which count or not by when the peak is."""
@@ -218,7 +218,7 @@ def _averaged(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 # ---- backward twice, hidden twice ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", ["never", "always"])
+@pytest.mark.parametrize("choice", ["never", pytest.param("always", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("fn", LOSSES, ids=lambda fn: fn.__name__)
 def test_gradients_once_and_again(fn: Callable[..., Tensor], choice: str) -> None:
     """Nothing that backward reads is overwritten where the graph is kept: the second time gives the same."""

@@ -89,7 +89,7 @@ def gathered(found: list[dict[str, list[Tensor]]], kind: str) -> list[Tensor]:
     return [*per_rank[0][:-1], torch.cat([each[-1] for each in per_rank])]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_sharded_head(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MIB", 1)
     known = len(slime_compile.reports())

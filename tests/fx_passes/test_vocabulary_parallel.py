@@ -101,7 +101,13 @@ def test_equal_to_the_unsharded_loss(name: str, ranks: int) -> None:
 # ---- offsets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=pytest.mark.thorough if ranks > 3 else ())
+        for name, ranks in CASES
+    ],
+)
 def test_an_offset_loses_nothing(name: str, ranks: int) -> None:
     """The error is that of numbers as large as the logits are without it."""
     found = gathered(on_threads(ranks, on_shard, ranks, name, {}, 2.0**10), "ours")

@@ -58,6 +58,10 @@ def within(use_reentrant: bool, **options: Any) -> Loss:
 
 
 ORDERS = {"checkpoint of compiled": around, "compiled checkpoint": within}
+REENTRANT = [
+    pytest.param(False, id="non-reentrant"),
+    pytest.param(True, id="reentrant", marks=pytest.mark.thorough),
+]
 
 
 def batch() -> tuple[Tensor, ...]:
@@ -93,7 +97,7 @@ def _fresh() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("use_reentrant", REENTRANT)
 def test_right_and_fused(order: str, use_reentrant: bool) -> None:
     known = len(slime_compile.reports())
     check_right(ORDERS[order](use_reentrant))
@@ -127,7 +131,7 @@ def peak_of(loss: Loss) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("use_reentrant", REENTRANT)
 def test_memory(order: str, use_reentrant: bool) -> None:
     """The logits, which become their gradient; both where a checkpoint outside holds them; eager needs several."""
     small = SMALL * LOGITS_BYTES + SCRATCH_BYTES

@@ -70,7 +70,9 @@ class Computed(torch.autograd.Function):
         return None, grad.new_zeros(())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("logits", ["given", "inside"])
 @pytest.mark.parametrize(
     ("options", "training"),
