@@ -121,6 +121,16 @@ class Poly:
             result += Poly({changed: number})
         return result
 
+    def spelled_out(self, meaning: Callable[[Node], Poly]) -> Poly:
+        """Every atom to the first power replaced by what it means."""
+        result = Poly()
+        for monomial, number in self.terms.items():
+            term = Poly.number(number)
+            for atom, power in monomial:
+                term = term * (meaning(atom) if power == 1 else Poly({((atom, power),): 1.0}))
+            result += term
+        return result
+
 
 ZERO = Poly()
 ONE = Poly.number(1.0)

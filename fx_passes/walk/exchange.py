@@ -75,7 +75,7 @@ def _largest(c: Context, wait: Node, operand: Node, group: object) -> Node | Non
     c.shards.shared[largest] = group
     c.shards.largest.add(largest)
     c.rows.levels[largest] = logits
-    if largest is wait:
+    if number == 1:
         return None
     return _emit(c, Poly.atom(largest) * Poly.number(number), compute_dtype(logits), wait)
 

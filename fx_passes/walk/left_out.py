@@ -104,13 +104,7 @@ def _by_element(poly: Poly, own: set[Node]) -> dict[Monomial, Poly]:
 
 def _meant(c: Context, poly: Poly) -> Poly:
     """With the meaning of each factor in its place: `p - 1`, which is written, say."""
-    result = ZERO
-    for monomial, number in poly.terms.items():
-        term = Poly.number(number)
-        for atom, power in monomial:
-            term = term * (_meant_by(c, atom) if power == 1 else Poly({((atom, power),): 1.0}))
-        result += term
-    return result
+    return poly.spelled_out(lambda atom: _meant_by(c, atom))
 
 
 def _meant_by(c: Context, atom: Node) -> Poly:

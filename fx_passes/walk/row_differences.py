@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
-from fx_passes.graph.facts import is_float_tensor, rank_of, same_shape, shape_of, value
+from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, is_collective, under
 from fx_passes.graph.order import ancestors
 from fx_passes.walk.context import Context
@@ -25,19 +25,22 @@ aten = torch.ops.aten
 _SIGNS: dict[Target, float] = {aten.add.Tensor: 1.0, aten.sub.Tensor: -1.0}
 
 MAX_TERMS = 16
+"""Of a sum of which each has been spelled out; longer ones stay."""
 
 
 def take_offsets_away(walk: Walk, live: Container[Node]) -> None:
     """Finds what stands in for such sums among what is `live`."""
     graph, account, c = walk.graph, walk.account, walk.context
     nodes = list(graph.nodes)
+    exchanging = any(map(is_collective, nodes))
     with graph.inserting_before(nodes[-1]):
         for node in nodes:
             if node in live and node.target in _SIGNS and node not in account.replacements:
                 c.emitter.origin = node
                 found = _without_offset(c, node)
-                if found is not None:
-                    account.replacements[node] = c.emitter.represents[node] = found
+                if found is None or (exchanging and _exchanges(c, node) - _exchanges(c, found)):
+                    continue
+                account.replacements[node] = c.emitter.represents[node] = found
 
 
 def _without_offset(c: Context, node: Node) -> Node | None:
@@ -49,7 +52,8 @@ def _without_offset(c: Context, node: Node) -> Node | None:
         return None
     meanings = [c.rows.meaning(arg) for arg in operands]
     guards = [each for poly in meanings for each in _guards(c, poly)]
-    left, right = _alike(c, *(_spelled_out(c, poly) for poly in meanings))
+    spelled = (poly.spelled_out(lambda atom: _spelled_out(c, atom)) for poly in meanings)
+    left, right = _alike(c, *spelled)
     total = left + right * Poly.number(_SIGNS[node.target])
     if not 2 <= max(len(left.terms), len(right.terms)) <= MAX_TERMS:
         return None
@@ -57,9 +61,7 @@ def _without_offset(c: Context, node: Node) -> Node | None:
     if logits is None or value(node).dtype.itemsize > compute_dtype(logits).itemsize:
         return None
     found = _unless_zero(c, total, guards, compute_dtype(logits), node)
-    if not same_shape(shape_of(found), shape_of(node)) or _exchanges(c, node) - _exchanges(
-        c, found
-    ):
+    if not same_shape(shape_of(found), shape_of(node)):
         return None
     return c.emitter.cast(found, value(node).dtype)
 
@@ -104,35 +106,19 @@ def _is_multiple(monomial: Monomial, of: Monomial) -> bool:
     return all(powers.get(atom, 0) >= power for atom, power in of)
 
 
-def _spelled_out(c: Context, poly: Poly) -> Poly:
-    """With `V max + total` for a sum of all logits, and the product for a guarded one."""
-    result = ZERO
-    for monomial, number in poly.terms.items():
-        term = Poly.number(number)
-        for atom, power in monomial:
-            spelled = _atom_spelled_out(c, atom) if power == 1 else None
-            term = term * (spelled or Poly({((atom, power),): 1.0}))
-        result += term
-    return result
-
-
-def _atom_spelled_out(c: Context, atom: Node) -> Poly | None:
+def _spelled_out(c: Context, atom: Node) -> Poly:
+    """`V max + total` for a sum of all logits, and the product for a guarded one."""
     guarded, summed = _guarded(c, atom), c.rows.sums.get(under(atom, RESHAPES))
     if guarded is not None:
         return _as_in(c, atom, guarded.poly)
     if summed is not None and c.statistics.has_any(summed):
         return _as_in(c, atom, c.total(summed))
-    return None
+    return Poly.atom(atom)
 
 
 def _as_in(c: Context, atom: Node, poly: Poly) -> Poly:
     """`poly` of what `atom` shows in another shape, in that shape."""
-    inner, sizes = c.emitter.sizes(under(atom, RESHAPES)), c.emitter.sizes(atom)
-
-    def shaped(a: Node) -> Node:
-        return c.emitter.reshape(c.emitter.expand(a, inner), sizes) if rank_of(a) else a
-
-    return poly.map_atoms(shaped)
+    return c.rows.reshaped(poly, under(atom, RESHAPES), c.emitter.sizes(atom))
 
 
 def _alike(c: Context, left: Poly, right: Poly) -> tuple[Poly, Poly]:

@@ -7,7 +7,7 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -179,20 +179,18 @@ class RowScalars(RowNodes):
         else:
             return None
         for view in reversed(views):
-            poly = self._reshaped(poly, view)
+            poly = self.reshaped(poly, view.args[0], self.view_sizes(view))  # type: ignore[arg-type]
         return poly
 
-    def _reshaped(self, poly: Poly, view: Node) -> Poly:
-        """Of every row what `view` makes of it; an atom that is one number for many rows is spread first."""
-        inner, sizes = view.args[0], self.view_sizes(view)
-        assert isinstance(inner, Node)
+    def reshaped(self, poly: Poly, whole: Node, sizes: Sequence[SizeArg]) -> Poly:
+        """`poly` of the rows of `whole` in another shape; an atom that is one number for many rows is spread first."""
 
-        def reshaped(atom: Node) -> Node:
+        def shaped(atom: Node) -> Node:
             if not rank_of(atom):
                 return atom
-            return self.emitter.reshape(self.emitter.expand(atom, self.emitter.sizes(inner)), sizes)
+            return self.emitter.reshape(self.emitter.expand(atom, self.emitter.sizes(whole)), sizes)
 
-        return poly.map_atoms(reshaped)
+        return poly.map_atoms(shaped)
 
     def log_argument(self, atom: Node) -> Node | None:
         """s where the row scalar is log(s), seen through views."""
