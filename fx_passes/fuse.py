@@ -6,6 +6,7 @@ the configuration alone, never on time, memory or rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +38,7 @@ from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown
 from fx_passes.walk.walk import Walk
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 MAX_ROUNDS = 8
 
@@ -224,6 +226,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     for copy in walk.account.unchanged:
         graph.erase_node(copy)
     tidy(graph)
+    _erase_exchanged(graph, walk.account.replacements)
 
     def is_wide(node: Node) -> bool:
         return node in wide or looks_wide(node, roots)
@@ -236,6 +239,16 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
     returned.keep_apart(emitter.fake_mode, lambda node: node in roots or is_wide(node))
     graph.lint()
     return merged
+
+
+def _erase_exchanged(graph: Graph, replacements: Iterable[Node]) -> None:
+    """All-reduces in whose place another one stands: a collective runs although nobody reads it."""
+    for wait in replacements:
+        if wait.target is c10d.wait_tensor.default and not wait.users:
+            (reduce,) = wait.all_input_nodes
+            graph.erase_node(wait)
+            graph.erase_node(reduce)
+    graph.eliminate_dead_code()
 
 
 def _leave_out_unread_statistics(graph: Graph) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import slime_compile
+from fx_passes import collectives
 from tests.cases.shards import LOSSES, Loss, Shard, whole
 from tests.support.harness import no_worse_than_eager
 from tests.support.ranks import on_threads, own_copy
@@ -211,6 +212,16 @@ def test_merging_can_be_switched_off() -> None:
     for report in reports_of(2, "log_probs_and_entropy", merge_collectives=False):
         assert (report["fused"], report["wide_after"]) == (2, 0)
         assert report["collectives_before"] == report["collectives_after"] == 5
+
+
+def test_another_all_reduce_stands_in_the_place_of_the_program_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Entropy is exchanged without its offset; as many collectives as before, where they are not merged, too."""
+    counted = [r["collectives_before"] for r in reports_of(2, "log_probs_and_entropy")]
+    monkeypatch.setattr(collectives, "MAX_NODES", 3)
+    apart = [r["collectives_after"] for r in reports_of(2, "log_probs_and_entropy")]
+    assert counted == apart == [5, 5]
 
 
 def test_verified_with_collectives() -> None:
