@@ -183,6 +183,19 @@ RIGHT: dict[str, Program] = {
         "v0 = x.to(torch.bfloat16)", "v0.float().amax(-1) - v0.amax(-1), v0.logsumexp(-1)"
     ),
     "softmax in float64": program("x.softmax(-1, dtype=torch.float64).log().amax(1)"),
+    # seeds 1013076, 1005313 and 1005272: eager code rounds as ours, elsewhere
+    "an exponential of an exponential": program("x.exp().sum(1).exp()", lead=(5,)),
+    "ten thousand that cancel in backward": program(
+        "F.kl_div(y.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction='none').sum(1) * 10000.0",
+        lead=(1,),
+        grads=("inside", "leaf"),
+    ),
+    "the largest of probabilities that are rounded": program(
+        "v0 = x.log_softmax(-1).exp().to(torch.bfloat16).clamp_min(-65504)",
+        "v0.log_softmax(-1).argmax(-1), v0.logsumexp(-1)",
+        lead=(3,),
+        vocab=33,
+    ),
     # a row with +inf has no softmax: NaN, where eager code may have an infinite value
     "logsumexp of a row with +inf": program("x.logsumexp(1)", **INF),
     "exponentials of a row with +inf": program("x.exp().sum(1)", **INF),

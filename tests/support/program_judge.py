@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 import slime_compile
 from tests.support import harness
-from tests.support.program_compare import compare
+from tests.support.program_compare import EXPONENTIALS, compare
 from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
 from tests.support.program_memory import Sharing, apart_from, sharing
 from tests.support.programs import Program
@@ -46,7 +46,6 @@ from tests.support.programs import Program
 MIN_VOCAB = 5
 DRAWS = 2  # of the tensors, all through the same compiled code
 FINITE_ROWS = {"one NaN": "plain", "one +inf": "plain"}  # what stands for rows that are no numbers
-EXPONENTIALS = {2: 64.0, 4: 1e4, 8: 1e20}  # by itemsize: larger ones excuse nothing
 MOVES = 8  # by one rounding, each from where the last one led to
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
 EXACT = 1e-13  # relative errors below are those of float64
@@ -187,6 +186,7 @@ class _Eager:
         coarse: names of the values that it computes from full-vocabulary numbers in a coarser dtype than the logits'.
         logits: the largest of them: in float64, which is the truth itself, eager code rounds as far as that.
         exponentials: the largest finite one that it takes, 1 of log-probs: what cancels there has its rounding.
+        upstream: the largest finite number that its backward computes: what cancels in gradients has its rounding.
     """
 
     runs: list[_Run]
@@ -204,6 +204,7 @@ class _Eager:
     coarse: frozenset[str]
     logits: float
     exponentials: float
+    upstream: float
 
     def differences(self, at: int, ours: _Run) -> dict[str, str]:
         """What differs in draw `at` by more than eager's own error."""
@@ -239,9 +240,18 @@ class _Eager:
                 lost |= of_row.any(0 if name in self.turned else -1, keepdim=True)
             precision = self.precision_of(name, true[name], eager.dtype, usual)
             between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
-            between = max(between, min(self.exponentials, EXPONENTIALS[eager.dtype.itemsize]))
+            on_the_way = max(self.exponentials, self.upstream if self.is_gradient(at, name) else 0)
+            between = max(between, min(on_the_way, EXPONENTIALS[eager.dtype.itemsize]))
             found[name] = compare(
-                value, eager, true[name], usual, allowed, lost, precision, between
+                value,
+                eager,
+                true[name],
+                usual,
+                allowed,
+                lost,
+                precision,
+                between,
+                self.exponentials,
             )
         return {name: f"draw {at}, {name}: {told}" for name, told in found.items() if told}
 
@@ -271,13 +281,14 @@ class _Eager:
 class _Infinities(TorchDispatchMode):
     """Whether what runs in a `with` block takes an exponential or a maximum of +inf, or of a row of -inf.
 
-    And whether it divides a row by 0, and how large its exponentials are.
+    And whether it divides a row by 0, how large its exponentials are, and what backward computes.
     """
 
     any = False
     rows = False
     by_zero = False
     largest = 0.0  # exponential
+    upstream = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is aten.div and isinstance(args[1], Tensor):
@@ -289,7 +300,9 @@ class _Infinities(TorchDispatchMode):
             self.rows |= args[0].ndim > 1 and bool((args[0] == -torch.inf).all(-1).any())
         found = func(*args, **kwargs or {})
         if func.overloadpacket in (aten.exp, aten.expm1):
-            self.largest = max([self.largest, *found[found.isfinite()].flatten().tolist()])
+            self.largest = max(self.largest, _largest_finite(found))
+        if torch._C._current_graph_task_id() >= 0:  # in backward
+            self.upstream = max([self.upstream, *map(_largest_finite, _tensors(found))])
         return found
 
 
@@ -321,6 +334,11 @@ class _Coarser(TorchDispatchMode):
 
 def _tensors(found: Any) -> list[Tensor]:
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+
+
+def _largest_finite(found: Tensor) -> float:
+    finite = found[found.isfinite()].abs() if found.is_floating_point() else found.new_empty(0)
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _with_rows(spec: Spec, instead: dict[str, str]) -> Spec:
@@ -429,6 +447,7 @@ class Judge:
             frozenset(coarse),
             logits,
             seen.largest,
+            seen.upstream,
         )
         return _Eager(runs, truth, clean, without, errors, rows, turned, *made)
 
@@ -609,8 +628,7 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
 
 def _largest_logit(inputs: Inputs) -> float:
     logits = torch.cat([given.detach().abs().flatten() for given in inputs.arguments[:2]])
-    numbers = logits[logits < HUGE]
-    return float(numbers.max()) if numbers.numel() else 0.0
+    return _largest_finite(logits[logits < HUGE])
 
 
 def _errors(eager: _Run, truth: _Run) -> dict[str, float]:
@@ -620,6 +638,4 @@ def _errors(eager: _Run, truth: _Run) -> dict[str, float]:
 
 
 def _largest(found: Tensor, true: Tensor) -> float:
-    error = (found.double() - true.double()).abs().flatten()
-    error = error[error.isfinite()]
-    return float(error.max()) if error.numel() else 0.0
+    return _largest_finite(found.double() - true.double())
