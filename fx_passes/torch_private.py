@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed import _functional_collectives as functional_collectives
     from torch.distributed.distributed_c10d import _get_group_size_by_name as group_size_by_name
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+    from torch.fx.experimental.symbolic_shapes import (
+        ShapeEnv,
+        free_unbacked_symbols,
+        guard_or_false,
+        statically_known_true,
+    )
     from torch.utils._sympy.functions import FloorDiv
 
 __all__ = [
@@ -36,10 +41,12 @@ __all__ = [
     "InputMutationAOTOutput",
     "Interface",
     "PlainAOTInput",
+    "ShapeEnv",
     "TangentAOTInput",
     "check",
     "detect_fake_mode",
     "find",
+    "free_unbacked_symbols",
     "functional_collectives",
     "group_size_by_name",
     "guard_or_false",
@@ -99,6 +106,17 @@ INTERFACES = {
         "torch.fx.experimental.symbolic_shapes:guard_or_false",
         "comparisons of symbolic sizes that may add one",
         "see statically_known_true",
+    ),
+    "ShapeEnv": Interface(
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv",
+        "what a pass tries leaves no symbol behind that torch would look for in the next value",
+        "delete what a try has added to pending_fresh_unbacked_symbols",
+        needs=("ignore_fresh_unbacked_symbols",),
+    ),
+    "free_unbacked_symbols": Interface(
+        "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols",
+        "whether data alone says how large a new value is",
+        "free_symbols of the sizes, those that have no hint",
     ),
     "FloorDiv": Interface(
         "torch.utils._sympy.functions:FloorDiv",

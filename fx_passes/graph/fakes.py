@@ -2,17 +2,29 @@
 
 Entry point: `result_of`. Torch runs the operator on fake tensors; half of the passes' time was that. Arithmetic of
 tensors that are laid out alike gives one like them, which takes a tenth of it.
+
+NOTE [Sizes that data alone says]
+Where a program cuts rows at a number out of a tensor, the size of what it gets is a symbol of its own (u0), which the
+node in the program binds. The same cut in a new node is another symbol, which nothing binds: there is no such node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fx_passes.graph.operators import Target
-from fx_passes.torch_private import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from fx_passes.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    free_unbacked_symbols,
+    unset_fake_temporarily,
+)
 
 aten = torch.ops.aten
 
@@ -27,16 +39,40 @@ _ARITHMETIC = {
 """Element by element, of one dtype if that of its tensors is one of floats."""
 
 
+class SizeUnknown(Exception):
+    """A new value would have a size of its own; the message is the reason that the user reads."""
+
+
 def result_of(
     fake_mode: FakeTensorMode, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `target` gives for these fake tensors, numbers and lists of them."""
+    """What `target` gives for these fake tensors, numbers and lists of them.
+
+    Raises:
+        SizeUnknown: see NOTE [Sizes that data alone says].
+    """
     if target in _ARITHMETIC and not kwargs and (like := _all_alike(args)) is not None:
         with unset_fake_temporarily():  # of the compile that goes on
             made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
             return FakeTensor(fake_mode, made, like.device)
-    with fake_mode:
-        return target(*args, **kwargs)
+    with fake_mode, _leaving_no_symbol(fake_mode.shape_env):
+        made = target(*args, **kwargs)
+    if not _symbols(made) <= _symbols((args, kwargs)):
+        raise SizeUnknown(f"data alone says how large the result of a new {target} is")
+    return made
+
+
+def _leaving_no_symbol(shapes: ShapeEnv | None) -> AbstractContextManager[None]:
+    return nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
+
+
+def _symbols(values: Any) -> set[Any]:
+    """Of sizes that data alone says."""
+    found: set[Any] = set()
+    for value in tree_leaves(values):
+        if isinstance(value, (torch.Tensor, torch.SymInt)):
+            found |= free_unbacked_symbols(value)
+    return found
 
 
 def _all_alike(args: Sequence[Any]) -> torch.Tensor | None:

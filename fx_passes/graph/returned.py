@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from fx_passes.graph.aliases import Aliases, own_copy, viewed_inputs
 from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.fakes import result_of
 from fx_passes.graph.order import ancestors
 from fx_passes.torch_private import FakeTensorMode
 
@@ -88,8 +89,7 @@ class Returned:
     def _view(self, node: Node, copies: dict[Node, Node], fake_mode: FakeTensorMode) -> Node:
         copy = self.graph.node_copy(node, lambda arg: copies.get(arg, arg))
         args, kwargs = map_arg((copy.args, copy.kwargs), value)
-        with fake_mode:
-            copy.meta = {**node.meta, "val": copy.target(*args, **kwargs)}  # type: ignore[operator]
+        copy.meta = {**node.meta, "val": result_of(fake_mode, copy.target, args, kwargs)}
         return copy
 
     def _results(self) -> list[Any]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fx_passes.graph.emit import Emitter, viewable
 from fx_passes.graph.facts import is_backward, same_layout, shape_of, value
+from fx_passes.graph.fakes import SizeUnknown, result_of
 from fx_passes.graph.operators import Target
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
@@ -91,7 +92,7 @@ def _asked(emitter: Emitter, turned: dict[Node, Node], live: set[Node]) -> dict[
             continue
         try:
             made = _computed(emitter, node, fakes)
-        except RuntimeError:  # torch refuses the strides
+        except (RuntimeError, SizeUnknown):  # torch refuses the strides
             found[node] = values
             continue
         if not _alike(value(node), made):
@@ -116,5 +117,4 @@ def _computed(emitter: Emitter, node: Node, fakes: dict[Node, Any]) -> Any:
     ):
         return value(node)  # the strides of what is changed, or of a new tensor
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: fakes.get(n, value(n)))
-    with emitter.fake_mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return result_of(emitter.fake_mode, node.target, args, kwargs)

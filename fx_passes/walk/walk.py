@@ -19,6 +19,7 @@ from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
+from fx_passes.graph.fakes import SizeUnknown
 from fx_passes.graph.operators import (
     CASTS,
     COMPARISONS,
@@ -149,7 +150,7 @@ class Walk:
                 self._check_rounding(result)
                 only_one_offset(self.context, result)
                 only_with_its_columns(self.context, result)
-        except Refused as refused:
+        except (Refused, SizeUnknown) as refused:
             made = isinstance(refused, TwoLogits) and self._are_made_of_logits(operands)
             self._refuse(node, MADE_OF_LOGITS if made else str(refused), operands)
             result = None

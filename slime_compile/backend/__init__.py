@@ -29,7 +29,12 @@ from slime_compile.backend.inductor import (
 )
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
-from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
+from slime_compile.backend.passes import (
+    BACKWARD_WITH_FORWARD,
+    leave_unfused,
+    may_stay_unfused,
+    prepare,
+)
 from slime_compile.backend.registration import allow_again
 from slime_compile.report.process import keep
 from slime_compile.torch_private import functorch_config
@@ -66,11 +71,20 @@ def slime_fused(
         explain_errors()
     record = keep(new_record(gm, example_inputs, chosen))
     prepare(gm, chosen, record)
-    with functorch_config.patch(BACKWARD_WITH_FORWARD):
+
+    def compiled_by_inner() -> Compiled:
         if chosen.inner == "aot_eager":
-            compiled = compile_interpreted(gm, example_inputs, chosen, record)
-        else:
-            compiled = compile_inductor(gm, example_inputs, chosen, mode, record)
+            return compile_interpreted(gm, example_inputs, chosen, record)
+        return compile_inductor(gm, example_inputs, chosen, mode, record)
+
+    with functorch_config.patch(BACKWARD_WITH_FORWARD):
+        try:
+            compiled = compiled_by_inner()
+        except Exception as error:
+            if not may_stay_unfused(chosen, record):
+                raise
+            leave_unfused(chosen, record, error)
+            compiled = compiled_by_inner()
     record.publish()
     if not record.traced:
         compiled = noting_first_call(compiled, record)

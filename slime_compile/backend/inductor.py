@@ -70,7 +70,10 @@ class _Pass(CustomGraphPass):
         user = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.user]
         if not all(user) or self.options.check_ranks:
             return None
-        held = process.record(self.number).held if self.options.consume_logits is True else {}
+        record = process.record(self.number)
+        if record.abandoned:
+            return ("slime_fused", "unfused", tuple(user))
+        held = record.held if self.options.consume_logits is True else {}
         own = ("slime_fused", type(self).__name__, __version__, SOURCES, check_ranks.group_sizes())
         return (*own, self.options.key(), tuple(held.items()), tuple(user))
 

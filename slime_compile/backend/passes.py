@@ -4,8 +4,8 @@
     run_fuse       joint graph, or inference graph   before partitioning
     run_inplace    backward graph                    after partitioning, nothing else is ever made in place
 
-An exception in a pass leaves the graph as it was and is logged once; with strict=True it is raised. This file holds no
-rule about losses.
+An exception in a pass leaves the graph as it was and is logged once; with strict=True it is raised. So does one of who
+compiles a graph that was rewritten: it is compiled again, unfused. This file holds no rule about losses.
 """
 
 import functools
@@ -89,7 +89,12 @@ def _log_failure(what: str, cause: str) -> None:
 def _guarded(
     what: str, graph: Graph, options: Options, record: Record, edit: Callable[[], None]
 ) -> None:
-    """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True."""
+    """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True.
+
+    Not a second time, where the graph is compiled again.
+    """
+    if record.abandoned:
+        return
     module = graph.owning_module
     before = None if module is None or options.strict else copied(graph)
     try:
@@ -103,6 +108,25 @@ def _guarded(
         cause = f"{type(error).__name__}: {error}"
         record.fail(f"{what} failed: {cause}")
         _log_failure(what, cause)
+
+
+# NOTE [Collectives and a second try]
+# A rank that alone compiles unfused what all have fused waits for all-reduces that the others do not send. A pass fails
+# on all ranks or on none, since it asks the graph alone; what compiles the rest may fail on one. So a graph with
+# collectives is not tried again.
+
+
+def may_stay_unfused(options: Options, record: Record) -> bool:
+    """Whether a graph that could not be compiled is compiled again as it was, if it was rewritten."""
+    return not options.strict and record.operators > 0 and not record.exchanges
+
+
+def leave_unfused(options: Options, record: Record, error: Exception) -> None:
+    """From now on the passes do nothing, and the report says what `options.inner` could not compile."""
+    reason, *_ = str(error).splitlines() or [""]
+    cause = f"{type(error).__name__}: {reason}"
+    record.abandon(f"{options.inner} failed on the fused graph: {cause}")
+    _log_failure(f"{options.inner}, on the fused graph,", cause)
 
 
 def copied(graph: Graph) -> Graph:

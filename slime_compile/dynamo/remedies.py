@@ -71,6 +71,12 @@ _traces_distributed_nn = False
 _REMEDIES = {
     r"torch\.compile call|compile\.<locals>\.fn": "slime_compile.inline_nested_compile() removes this break",
     r"distributed[/.]nn[/.]functional": "slime_compile.trace_distributed_nn() brings it into the graph",
+    r"Dynamic shape operator": (
+        "torch._dynamo.config.capture_dynamic_output_shape_ops = True brings it into the graph"
+    ),
+    r"capture_scalar_outputs=False|_local_scalar_dense": (
+        "torch._dynamo.config.capture_scalar_outputs = True brings it into the graph"
+    ),
 }
 
 

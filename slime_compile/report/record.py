@@ -48,6 +48,7 @@ class Record:
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
         grad_in_forward: forward takes a gradient with respect to an lm_head's operands.
+        abandoned: the fused graph could not be compiled; the passes leave it alone.
         cached_as: the identities under which its code counts its calls.
     """
 
@@ -71,6 +72,7 @@ class Record:
         self.compile_id = compile_id
         self.has_vocabulary = has_vocabulary
         self.grad_in_forward = False
+        self.abandoned = False
         self.called = False
         self.cached_as = {identity}
         self._parts: list[GraphReport] = []
@@ -86,6 +88,22 @@ class Record:
     def traced(self) -> bool:
         """A pass saw the graph: it did not come from torch's compile cache."""
         return bool(self._parts or self._failures)
+
+    @property
+    def operators(self) -> int:
+        return sum(part.operators for part in self._parts)
+
+    @property
+    def exchanges(self) -> bool:
+        """Its graphs have collectives."""
+        return any(part.collectives_before for part in self._parts)
+
+    def abandon(self, cause: str) -> None:
+        """The graph will be compiled as it was; what the passes have told is not what runs."""
+        self.abandoned = True
+        self._parts, self.placements = [], []
+        self.grad_in_forward = False
+        self.fail(cause)
 
     def add(self, part: GraphReport) -> None:
         self._parts.append(part)

@@ -20,6 +20,7 @@ from slime_compile.backend.options import Options
 from slime_compile.report import Report
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
+from slime_compile.report.values import GraphReport
 from tests.support.processes import run_python, runs_while_compiling
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
@@ -203,6 +204,68 @@ def test_a_pass_that_fails_on_dynamos_graph_changes_nothing(
 def test_a_failing_pass_raises_under_strict() -> None:
     with pytest.raises(Exception, match="the test's own"):
         compiled(log_probs, strict=True)(*data()[:2])
+
+
+# ---- a fused graph that cannot be compiled --------------------------------------------------------------------------
+
+
+class FailsOnFused(CustomGraphPass):
+    """A pass of the user's, after ours, that cannot go on with our operators; or with nothing at all."""
+
+    def __init__(self, always: bool = False) -> None:
+        self.always = always
+
+    def __call__(self, graph: Graph) -> None:
+        if self.always or any("slime_fused" in str(node.target) for node in graph.nodes):
+            raise ZeroDivisionError("the test's own\nand more")
+
+    def uuid(self) -> Any:
+        return None
+
+
+def with_a_failing_inductor(always: bool = False, **options: Any) -> Callable[..., Any]:
+    passes._log_failure.cache_clear()
+    how = {"inner": "inductor", "inductor.post_grad_custom_pre_pass": FailsOnFused(always)}
+    return compiled(log_probs, **how, **options)
+
+
+def test_what_inductor_cannot_compile_fused_is_compiled_as_it_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="slime_compile"):
+        check_against_eager(with_a_failing_inductor())
+    told = [r for r in caplog.records if r.name == "slime_compile.backend.passes"]
+    assert len(told) == 1
+    assert "inductor, on the fused graph, failed" in told[0].getMessage()
+    report = last_report()
+    assert report.fused == 0
+    (graph,) = report.graphs
+    assert graph.failed
+    assert (graph.rejections, graph.placements) == ((), ())
+    (note,) = graph.notes
+    assert note.startswith("inductor failed on the fused graph: ")
+    assert note.endswith("ZeroDivisionError: the test's own")
+
+
+def test_it_raises_under_strict() -> None:
+    with pytest.raises(Exception, match="the test's own"):
+        with_a_failing_inductor(strict=True)(*data()[:2])
+
+
+def test_what_fails_without_us_too_is_raised() -> None:
+    with pytest.raises(Exception, match="the test's own"):
+        with_a_failing_inductor(always=True)(*data()[:2])
+
+
+def test_one_rank_alone_does_not_go_on_unfused() -> None:
+    assert passes.may_stay_unfused(Options.parse(), _record_of(collectives=0))
+    assert not passes.may_stay_unfused(Options.parse(), _record_of(collectives=5))
+
+
+def _record_of(collectives: int) -> Record:
+    record = Record("loss", "id", {})
+    record.add(GraphReport("", operators=2, collectives_before=collectives))
+    return record
 
 
 # ---- retain_graph -------------------------------------------------------------------------------------------------

@@ -190,6 +190,10 @@ RIGHT: dict[str, Program] = {
         lead=(1,),
         grads=("inside", "leaf"),
     ),
+    "a hundred million that cancel in backward": program(
+        "F.kl_div(y.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction='none').sum(-1) * (state * 1e4) ** 2",
+        grads=("inside", "leaf"),
+    ),
     "the largest of probabilities that are rounded": program(
         "v0 = x.log_softmax(-1).exp().to(torch.bfloat16).clamp_min(-65504)",
         "v0.log_softmax(-1).argmax(-1), v0.logsumexp(-1)",

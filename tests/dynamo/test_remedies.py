@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +112,28 @@ def test_distributed_nn() -> None:
     fn(mine).sum().backward()
     distributed_nn(eager).sum().backward()
     torch.testing.assert_close(mine.grad, eager.grad)
+
+
+def divided_by_a_number(logits: Tensor) -> Tensor:
+    rows = (logits[:, 0] < 9).sum().item()
+    return logits.logsumexp(-1).sum() / rows
+
+
+def rows_selected(logits: Tensor) -> Tensor:
+    log_probs = logits[logits[:, 0] < 9].log_softmax(-1)
+    return (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "setting"),
+    [
+        (divided_by_a_number, "capture_scalar_outputs"),
+        (rows_selected, "capture_dynamic_output_shape_ops"),
+    ],
+)
+def test_what_data_alone_says(loss: Any, setting: str) -> None:
+    before = slime_compile.explain(loss, **OPTIONS)(data())
+    assert any(f"torch._dynamo.config.{setting} = True" in b.reason for b in before.breaks), before
+    with torch._dynamo.config.patch({setting: True}):
+        after = slime_compile.explain(loss, **OPTIONS)(data())
+    assert (after.breaks, len(after.graphs), after.to_dict()["wide_after"]) == ((), 1, 0)

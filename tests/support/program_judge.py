@@ -49,7 +49,7 @@ FINITE_ROWS = {"one NaN": "plain", "one +inf": "plain"}  # what stands for rows 
 MOVES = 8  # by one rounding, each from where the last one led to
 MORE_DRAWS = 3  # of eager code alone, for the size of its error
 EXACT = 1e-13  # relative errors below are those of float64
-HUGE = 1e6  # logits from here on mean a mask
+MASK = 1e6  # logits from here on mean one
 JUMPS = re.compile(  # what may answer otherwise when a number moves by one rounding
     r"[<>]|==|!=|to\(torch\.u?int|nan_to_num|multi_margin|count_nonzero"
     r"|\.log\(\)|\b(arg\w+|a?max|a?min|maximum|minimum|clamp\w*|clip|sort|topk|median|where|sign|bool|isclose|relu|abs|any|all)\b"
@@ -239,9 +239,7 @@ class _Eager:
                 of_row = eager.isnan() & (clean.isfinite() | self.makes_infinity)
                 lost |= of_row.any(0 if name in self.turned else -1, keepdim=True)
             precision = self.precision_of(name, true[name], eager.dtype, usual)
-            between = self.logits if torch.float64 in (self.dtype, precision) else 0.0
-            on_the_way = max(self.exponentials, self.upstream if self.is_gradient(at, name) else 0)
-            between = max(between, min(on_the_way, EXPONENTIALS[eager.dtype.itemsize]))
+            between = self.between(at, name, precision)
             found[name] = compare(
                 value,
                 eager,
@@ -254,6 +252,16 @@ class _Eager:
                 self.exponentials,
             )
         return {name: f"draw {at}, {name}: {told}" for name, told in found.items() if told}
+
+    def between(self, at: int, name: str, precision: torch.dtype) -> float:
+        """How large values on the way to this one are, whose rounding it may have."""
+        itemsize = self.runs[at].values()[name].dtype.itemsize
+        sizes = [min(self.exponentials, EXPONENTIALS[itemsize])]
+        if torch.float64 in (self.dtype, precision):
+            sizes.append(self.logits)
+        if self.is_gradient(at, name):
+            sizes.append(self.upstream)
+        return max(sizes)
 
     def is_gradient(self, at: int, name: str) -> bool:
         """Also what backward writes over what was given."""
@@ -302,7 +310,8 @@ class _Infinities(TorchDispatchMode):
         if func.overloadpacket in (aten.exp, aten.expm1):
             self.largest = max(self.largest, _largest_finite(found))
         if torch._C._current_graph_task_id() >= 0:  # in backward
-            self.upstream = max([self.upstream, *map(_largest_finite, _tensors(found))])
+            sizes = map(_largest_finite, _tensors(found))
+            self.upstream = max([self.upstream, *(size for size in sizes if size < MASK**2)])
         return found
 
 
@@ -628,7 +637,7 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
 
 def _largest_logit(inputs: Inputs) -> float:
     logits = torch.cat([given.detach().abs().flatten() for given in inputs.arguments[:2]])
-    return _largest_finite(logits[logits < HUGE])
+    return _largest_finite(logits[logits < MASK])
 
 
 def _errors(eager: _Run, truth: _Run) -> dict[str, float]:

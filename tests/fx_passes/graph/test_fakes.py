@@ -75,3 +75,19 @@ def test_of_symbolic_sizes() -> None:
     assert found.shape == x.shape
     assert fakes._all_alike((x, y)) is None
     assert not shapes.guards
+
+
+def test_a_size_of_its_own() -> None:
+    """Torch looks for new symbols in the next value that it makes."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    x, number = mode.from_tensor(torch.ones(8, 3)), mode.from_tensor(torch.tensor(5))
+    with mode:
+        rows = number.item()
+    pending = list(shapes.pending_fresh_unbacked_symbols)
+    arguments = (x, 0, 0, rows)
+    with pytest.raises(fakes.SizeUnknown, match=r"how large the result of a new aten\.slice"):
+        fakes.result_of(mode, torch.ops.aten.slice.Tensor, arguments, {})
+    full = fakes.result_of(mode, torch.ops.aten.full.default, ([rows, 3], 0.0), {})
+    assert fakes._symbols(full) == fakes._symbols(rows) != set()
+    assert shapes.pending_fresh_unbacked_symbols == pending

@@ -1,0 +1,122 @@
+"""Rows whose number data alone says: cut at a number out of a tensor, or selected by a mask, in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import slime_compile
+from tests.support.ranks import own_copy
+
+ROWS, WIDTH, VOCAB, MISSED = 24, 8, 64, 5
+
+Loss = Callable[..., Tensor]
+LOSSES: dict[str, Loss] = {}
+
+
+def loss(fn: Loss) -> Loss:
+    LOSSES[fn.__name__] = fn
+    return fn
+
+
+def logits_of(hidden: Tensor, weight: Tensor | None) -> Tensor:
+    return hidden if weight is None else hidden @ weight.t()
+
+
+def counted(labels: Tensor) -> int:
+    return int((labels != -100).sum())
+
+
+@loss
+def a_mean_over_a_number(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    log_probs = logits_of(hidden, weight).log_softmax(-1)
+    return F.nll_loss(log_probs, labels, reduction="sum") / max(counted(labels), 1)
+
+
+@loss
+def logits_cut(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    rows = counted(labels)
+    return F.cross_entropy(logits_of(hidden, weight)[:rows], labels[:rows])
+
+
+@loss
+def log_probs_cut(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    rows = (labels != -100).sum(0, keepdim=True).tolist()[0]
+    log_probs = logits_of(hidden, weight).log_softmax(-1)
+    return log_probs[rows:].gather(1, labels[rows:, None].clamp(min=0)).sum()
+
+
+@loss
+def entropy_cut_twice(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    """Inductor of torch 2.15 cannot cut a number per row that is a view of what it has not made yet."""
+    rows = counted(labels)
+    logits = logits_of(hidden, weight)
+    entropy = (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return entropy[:rows].mean() + entropy[rows:].sum()
+
+
+@loss
+def logits_selected(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    mask = labels != -100
+    return F.cross_entropy(logits_of(hidden, weight)[mask], labels[mask])
+
+
+@loss
+def logits_picked(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    rows = (labels != -100).nonzero().squeeze(1)
+    log_probs = logits_of(hidden, weight)[rows].log_softmax(-1)
+    return log_probs.gather(1, labels[rows, None]).sum()
+
+
+@loss
+def log_probs_selected(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    log_probs = logits_of(hidden, weight).log_softmax(-1)
+    chosen = log_probs.gather(1, labels[:, None].clamp(min=0)).squeeze(1)
+    return chosen.masked_select(labels != -100).mean()
+
+
+@pytest.fixture(autouse=True)
+def one_graph() -> Iterator[None]:
+    captured = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(captured):
+        yield
+
+
+def data(head: bool) -> tuple[list[Tensor], Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, WIDTH), (VOCAB, WIDTH)] if head else [(ROWS, VOCAB)]
+    leaves = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=draw)
+    labels[:MISSED] = -100
+    return leaves, labels
+
+
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize("head", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_to_eager(name: str, head: bool, inner: str) -> None:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"inner": inner, "min_vocab": 32}
+    fn = torch.compile(
+        own_copy(LOSSES[name]), backend="slime_fused", options=options, fullgraph=True
+    )
+    leaves, labels = data(head)
+    arguments = [*leaves, *([] if head else [None]), labels]
+    known = len(slime_compile.reports())
+    found, wanted = fn(*arguments), LOSSES[name](*arguments)
+    torch.testing.assert_close(found, wanted)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    (report,) = slime_compile.reports()[known:]
+    if inner == "aot_eager":
+        assert report.fused > 0, report
+        assert not report.graphs[0].failed, report
