@@ -209,9 +209,11 @@ def _rounded_and_read(walk: Walk) -> set[Node]:
 
 
 def _rounds(walk: Walk, node: Node) -> bool:
+    """More than log-probs are rounded, whose sum is that of the exact ones as nearly as they are."""
     form = walk.context.values[node]
-    itself = isinstance(form, Form) and form.is_identity
-    return is_elementwise(node) and node.target not in EXACT and not itself
+    assert isinstance(form, Form)
+    small = form.is_identity or walk.context.rows.without_offset(form.f, form.e)
+    return is_elementwise(node) and node.target not in EXACT and not small
 
 
 def _rewrite(walk: Walk, wide: set[Node]) -> Merged:

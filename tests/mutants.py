@@ -1574,6 +1574,16 @@ MUTANTS = [
             "        read = walk.account.returned",
         ),
         (
+            "log-probs beside a number are rounded as they are", "walk/row_nodes.py", "test_soundness.py their_own_logsumexp",
+            "        return own and offsets == factor.terms",
+            "        return offsets == factor.terms",
+        ),
+        (
+            "logits with an offset are rounded as log-probs are", "walk/row_nodes.py", "test_soundness.py their_own_logsumexp",
+            "        return own and offsets == factor.terms",
+            "        return own",
+        ),
+        (
             "weak references lead nowhere", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py weak",
             "    if any(map(weakref.getweakrefcount, (x, owner, storage))):\n",
             "    if False:\n",

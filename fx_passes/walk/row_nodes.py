@@ -82,6 +82,13 @@ class RowNodes:
             found[key] = found.get(key, 0.0) + number
         return found
 
+    def without_offset(self, factor: Poly, shift: Poly) -> bool:
+        """Whether `factor x + shift` is as large as log-probs are: neither an offset nor a given number is in it."""
+        offsets = {factors: -number for (_, factors), number in self.offsets(shift).items()}
+        others = [monomial for monomial in shift.terms if not self.has_level(monomial)]
+        own = all(m and all(self.is_level_free(atom) for atom, _ in m) for m in others)
+        return own and offsets == factor.terms
+
     def has_level(self, monomial: Monomial) -> bool:
         """Whether one factor, and no other, is a level."""
         return sum(self._is_level(*factor) for factor in monomial) == 1

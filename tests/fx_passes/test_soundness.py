@@ -1569,6 +1569,7 @@ HALF_ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "over, rounded": lambda x, tau: (x.float() / tau).to(x.dtype),
     "less, rounded": lambda x, tau: (x.float() - tau).to(x.dtype),
     "less, of some rows": lambda x, tau: (x - tau).clone()[1:],
+    "log-probs, plus": lambda x, tau: x.log_softmax(-1) + 300 * tau,
 }
 
 
@@ -1587,6 +1588,27 @@ def test_rounded_logits_meet_their_own_logsumexp(
     compiled = torch.compile(log_probs, backend="slime_fused", options=harness.OPTIONS)
     args = logits(offset=-1e4, grad=False).to(dtype), torch.linspace(1.01, 1.4, ROWS).to(dtype)
     torch.testing.assert_close(compiled(*args), log_probs(*args), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.3])
+def test_log_probs_that_are_rounded_are_no_logits(tau: float) -> None:
+    """The policy's own log-prob fuses beside a divergence that does not."""
+    torch._dynamo.reset()
+
+    def loss(x: Tensor, reference: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, others = (x / tau).log_softmax(-1), reference.log_softmax(-1)
+        divergence = (log_probs.exp() * (log_probs - others)).sum(-1)
+        return divergence, log_probs.gather(-1, target[:, None])
+
+    compiled = torch.compile(loss, backend="slime_fused", options=harness.OPTIONS)
+    given = [logits(seed=seed, offset=1e3, grad=False).bfloat16() for seed in (0, 1)]
+    found = compiled(given[0].requires_grad_(), given[1], tokens())
+    assert "log-prob" in {value.kind for value in slime_compile.reports()[-1].graphs[0].values}
+    true = loss(*(each.double() for each in given), tokens())
+    plain = loss(*given, tokens())
+    for got, eager, wanted in zip(found, plain, true, strict=True):
+        mine, theirs = ((each - wanted).abs().max() for each in (got, eager))
+        assert mine <= 2 * theirs
 
 
 def test_products_that_overflow_are_no_mask() -> None:
