@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_compile.integrations.signatures import arguments_of
+from slime_compile.integrations.known import known
 
 __all__ = ["disable", "enable"]
 
-_log = logging.getLogger(__name__)
 _HOME = "openrlhf.models.actor"
 _ARGUMENTS = {
     "compute_entropy": ["logits"],
     "log_probs_from_logits": ["logits", "labels", "temperature"],
     "unpad_and_slice_tensor": ["sequences", "attention_mask", "ring_attn_group"],
 }
+_INSTEAD = "Compile a function of both log-probs and entropy with torch.compile(..., backend='slime_fused') instead"
 
 
 def enable(options: Mapping[str, Any] | None = None) -> bool:
@@ -48,21 +47,11 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     Raises:
         ImportError: OpenRLHF is not installed, or what it imports (flash_attn, deepspeed).
     """
-    home: Any = importlib.import_module(_HOME)
+    home = known("openrlhf", "0.11.", _HOME, _ARGUMENTS, _INSTEAD)
+    if home is None:
+        return False
     if hasattr(home.Actor.forward, "theirs"):
         return True
-    version: str = importlib.import_module("importlib.metadata").version("openrlhf")
-    given = {name: arguments_of(getattr(home, name, None)) for name in _ARGUMENTS}
-    if given != _ARGUMENTS or not version.startswith("0.11."):
-        _log.warning(
-            "openrlhf %s is not known here: it must be 0.11, and openrlhf.models.actor must use %s, got %s; nothing was "
-            "changed. Compile a function of both log-probs and entropy with torch.compile(..., backend='slime_fused') "
-            "instead",
-            version,
-            _ARGUMENTS,
-            given,
-        )
-        return False
     readings = _Readings(home, options)
     for name in _ARGUMENTS:
         setattr(home, name, getattr(readings, name))
@@ -126,8 +115,11 @@ class _Readings:
         known.theirs, known.readings = forward, self  # type: ignore[attr-defined]
         return known
 
-    def unpad_and_slice_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        found, call = self.theirs["unpad_and_slice_tensor"](*args, **kwargs), _call.get()
+    def unpad_and_slice_tensor(
+        self, sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any
+    ) -> Any:
+        theirs, call = self.theirs["unpad_and_slice_tensor"], _call.get()
+        found = theirs(sequences, attention_mask, ring_attn_group)
         if call is not None:
             call.labels = found[2]
         return found
@@ -140,10 +132,12 @@ class _Readings:
         call.log_probs, entropy = self.both(logits, call.labels, call.temperature, True)
         return entropy
 
-    def log_probs_from_logits(self, logits: Tensor, labels: Tensor, *rest: Any) -> Any:
+    def log_probs_from_logits(
+        self, logits: Tensor, labels: Tensor, temperature: float = 1.0
+    ) -> Any:
         call = _call.get()
         if call is None:
-            return self.theirs["log_probs_from_logits"](logits, labels, *rest)
+            return self.theirs["log_probs_from_logits"](logits, labels, temperature)
         if call.logits is not logits:
             call.log_probs, _ = self.both(logits, labels, call.temperature, False)
         return call.log_probs

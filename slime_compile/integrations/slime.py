@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import logging
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -22,11 +21,10 @@ from typing import Any
 import torch
 
 from slime_compile.deferred.logits import DeferredLogits, with_tensors
-from slime_compile.integrations.signatures import arguments_of
+from slime_compile.integrations.known import known
 
 __all__ = ["disable", "enable"]
 
-_log = logging.getLogger(__name__)
 _HOME = "slime.backends.megatron_utils.loss"
 _ARGUMENTS = {
     "calculate_log_probs_and_entropy": [
@@ -37,6 +35,9 @@ _ARGUMENTS = {
         "top_p_token_ids", "top_p_token_offsets",
     ],
 }  # fmt: skip
+_INSTEAD = (
+    "Compile calculate_log_probs_and_entropy with torch.compile(..., backend='slime_fused') instead"
+)
 
 
 def enable(options: Mapping[str, Any] | None = None) -> bool:
@@ -54,20 +55,12 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     Raises:
         ImportError: slime is not installed, or what its losses import (megatron-core).
     """
-    home: Any = importlib.import_module(_HOME)
-    theirs = {name: getattr(home, name, None) for name in _ARGUMENTS}
+    home = known("slime", None, _HOME, _ARGUMENTS, _INSTEAD)
+    if home is None:
+        return False
+    theirs = {name: getattr(home, name) for name in _ARGUMENTS}
     if all(hasattr(function, "theirs") for function in theirs.values()):
         return True
-    given = {name: arguments_of(function) for name, function in theirs.items()}
-    if given != _ARGUMENTS:
-        _log.warning(
-            "this slime is not known here: in %s must be %s, got %s; nothing was changed. Compile "
-            "calculate_log_probs_and_entropy with torch.compile(..., backend='slime_fused') instead",
-            _HOME,
-            _ARGUMENTS,
-            given,
-        )
-        return False
     home.calculate_log_probs_and_entropy = _compiled(
         theirs["calculate_log_probs_and_entropy"], options
     )

@@ -11,24 +11,26 @@ Upstream, a function that `add_fused_lm_head` is given would make this file unne
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_compile.integrations.signatures import arguments_of
+from slime_compile.integrations.known import known
 from slime_compile.rl.linear_log_probs import log_probs_entropy_and_hits
 
 __all__ = ["disable", "enable"]
 
-_log = logging.getLogger(__name__)
+_HOME = "trl.trainer.utils"
 _NAME = "_ChunkedLogProbFunction"
 _OUTPUTS = {"log_probs", "entropy", "mean_logits", "is_top1"}
-_ARGUMENTS = [
-    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
-    "logit_scale", "outputs",
-]  # fmt: skip
+_ARGUMENTS = {
+    f"{_NAME}.forward": [
+        "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
+        "logit_scale", "outputs",
+    ],
+}  # fmt: skip
+_INSTEAD = "Compile the loss with torch.compile(..., backend='slime_fused') where TRL makes logits"
 
 
 class _OverOurOperators:
@@ -88,28 +90,18 @@ def enable() -> bool:
     Raises:
         ImportError: TRL is not installed.
     """
-    trl, utils = importlib.import_module("trl"), importlib.import_module("trl.trainer.utils")
-    theirs: Any = getattr(utils, _NAME, None)
-    if isinstance(theirs, _OverOurOperators):
+    utils: Any = importlib.import_module(_HOME)
+    if isinstance(getattr(utils, _NAME, None), _OverOurOperators):
         return True
-    given = arguments_of(getattr(theirs, "forward", None))
-    if given != _ARGUMENTS:
-        _log.warning(
-            "trl %s is not known here: trl.trainer.utils.%s.forward must take %s, got %s; nothing was changed. "
-            "Compile the loss with torch.compile(..., backend='slime_fused') where TRL makes logits",
-            trl.__version__,
-            _NAME,
-            _ARGUMENTS,
-            given,
-        )
+    if known("trl", "1.16.", _HOME, _ARGUMENTS, _INSTEAD) is None:
         return False
-    setattr(utils, _NAME, _OverOurOperators(theirs))
+    setattr(utils, _NAME, _OverOurOperators(getattr(utils, _NAME)))
     return True
 
 
 def disable() -> None:
     """TRL's own again."""
-    utils: Any = importlib.import_module("trl.trainer.utils")
+    utils: Any = importlib.import_module(_HOME)
     ours = getattr(utils, _NAME, None)
     if isinstance(ours, _OverOurOperators):
         setattr(utils, _NAME, ours.theirs)

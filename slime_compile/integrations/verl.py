@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_compile.integrations.signatures import arguments_of
+from slime_compile.integrations.known import known
 
 __all__ = ["disable", "enable"]
 
-_log = logging.getLogger(__name__)
 _HOME = "verl.workers.engine.fsdp.transformer_impl"
-_ARGUMENTS = ["self", "output", "output_args", "micro_batch", "logits_processor_func"]
+_ARGUMENTS = {
+    "FSDPEngineWithLMHead.prepare_model_outputs": [
+        "self", "output", "output_args", "micro_batch", "logits_processor_func",
+    ],
+}  # fmt: skip
+_INSTEAD = (
+    "Compile verl.utils.torch_functional.entropy_from_logits and logprobs_from_logits_naive with "
+    "torch.compile(..., backend='slime_fused') instead"
+)
 _LEFT_TO_VERL = (
     "use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only",
 )  # fmt: skip
@@ -49,23 +55,12 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
     Raises:
         ImportError: verl is not installed.
     """
-    verl, home = importlib.import_module("verl"), importlib.import_module(_HOME)
-    kind: Any = home.FSDPEngineWithLMHead
-    theirs = kind.prepare_model_outputs
-    if hasattr(theirs, "theirs"):
-        return True
-    given = arguments_of(theirs)
-    if given != _ARGUMENTS or not verl.__version__.startswith("0.9."):
-        _log.warning(
-            "verl %s is not known here: it must be 0.9, and FSDPEngineWithLMHead.prepare_model_outputs must take %s, "
-            "got %s; nothing was changed. Compile verl.utils.torch_functional.entropy_from_logits and "
-            "logprobs_from_logits_naive with torch.compile(..., backend='slime_fused') instead",
-            verl.__version__,
-            _ARGUMENTS,
-            given,
-        )
+    home = known("verl", "0.9.", _HOME, _ARGUMENTS, _INSTEAD)
+    if home is None:
         return False
-    kind.prepare_model_outputs = _over_one_function(theirs, options)
+    kind: Any = home.FSDPEngineWithLMHead
+    if not hasattr(kind.prepare_model_outputs, "theirs"):
+        kind.prepare_model_outputs = _over_one_function(kind.prepare_model_outputs, options)
     return True
 
 

@@ -38,12 +38,15 @@ def same(mine: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_losses(loss: Callable[..., Tensor], tokens: Tensor) -> None:
+def test_losses(loss: Callable[..., Tensor], inner: str, tokens: Tensor) -> None:
     model = Model()
     want = gradients(model, lambda: loss(model(tokens), tokens))
     defer_logits(model)
-    function = compiled(loss)
+    function = compiled(loss, inner=inner)
     same(gradients(model, lambda: function(model(tokens), tokens)), want)
     assert_fused()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+
+from slime_compile.integrations import known
 
 Names = Callable[[], list[Any]]
 """What an integration puts functions in the place of, as it is now."""
@@ -39,8 +42,21 @@ def check_on_and_off(integration: Any, names: Names) -> None:
 
 def check_not_known(integration: Any, names: Names, caplog: pytest.LogCaptureFixture) -> None:
     """Of a package that is another one by now."""
+    known._tell.cache_clear()
     before = names()
     assert not integration.enable()
     assert names() == before
     assert "is not known here" in caplog.text
     assert "nothing was changed" in caplog.text
+
+
+def check_another_release(
+    integration: Any,
+    names: Names,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whose functions are the same."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "99.0.0")
+    check_not_known(integration, names, caplog)
+    assert " 99.0.0 is not known here" in caplog.text

@@ -12,7 +12,7 @@ from tests.trainers.checks import check_runs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-STEPS = 4
+STEPS = 20
 
 
 def test_the_example(example: Callable[[str], Any]) -> None:

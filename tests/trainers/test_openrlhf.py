@@ -11,13 +11,18 @@ import torch
 
 import slime_compile
 from slime_compile.integrations import openrlhf as integration
-from tests.trainers.checks import check_not_known, check_on_and_off, check_runs
+from tests.trainers.checks import (
+    check_another_release,
+    check_not_known,
+    check_on_and_off,
+    check_runs,
+)
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("openrlhf", "deepspeed", "peft"))),
     reason="openrlhf, deepspeed or peft is not installed; make test-trainers does",
 )
-STEPS = 3
+STEPS = 20
 
 
 @pytest.fixture
@@ -119,5 +124,7 @@ def test_on_and_off(module: Any) -> None:
 def test_another_openrlhf(module: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     import openrlhf.models.actor as home
 
+    with monkeypatch.context() as context:
+        check_another_release(integration, names, context, caplog)
     monkeypatch.setattr(home, "compute_entropy", lambda logits, chunk: None)
     check_not_known(integration, names, caplog)

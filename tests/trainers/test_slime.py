@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="slime is in no package registry: make test-trainers SLIME=/path/to/a/checkout",
 )
 
-STEPS = 3
+STEPS = 20
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.trainers.conftest import EXAMPLES
 pytest.importorskip("torchtitan", reason="torchtitan is not installed; make test-trainers does")
 pytest.importorskip("spmd_types", reason="torchtitan's losses import spmd_types")
 
-STEPS = 3
+STEPS = 20
 
 
 def test_the_example(example: Callable[[str], Any]) -> None:

@@ -13,13 +13,13 @@ pytest.importorskip("trl", reason="trl is not installed; make test-trainers does
 import trl.trainer.grpo_trainer
 
 from slime_compile.integrations import trl as integration
-from tests.trainers.checks import check_not_known
+from tests.trainers.checks import check_another_release, check_not_known
 
 if hasattr(trl.trainer.grpo_trainer, "selective_log_softmax"):
     reason = f"the trainers of trl {trl.__version__} make logits"
     pytest.skip(f"{reason}: test_trl_logits.py", allow_module_level=True)
 
-STEPS = 4  # of GRPO two rollouts, each used twice
+STEPS = 20
 N, V, D = 65, 1040, 8
 EVERYTHING = ("log_probs", "entropy", "mean_logits", "is_top1")
 
@@ -93,8 +93,13 @@ def test_another_trl(utils: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -
         def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
             return hidden
 
+    def names() -> list[Any]:
+        return [utils._ChunkedLogProbFunction]
+
+    with monkeypatch.context() as context:
+        check_another_release(integration, names, context, caplog)
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Other)
-    check_not_known(integration, lambda: [utils._ChunkedLogProbFunction], caplog)
+    check_not_known(integration, names, caplog)
 
 
 # what the peaks of TRL and of ours are held against, in logits; the metrics that the trainer logs

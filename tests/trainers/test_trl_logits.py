@@ -17,7 +17,7 @@ if not hasattr(trl.trainer.grpo_trainer, "selective_log_softmax"):
     reason = f"the trainers of trl {trl.__version__} make no logits"
     pytest.skip(f"{reason}; make test-trainers runs 1.10, too", allow_module_level=True)
 
-STEPS = 4  # two rollouts, each used twice
+STEPS = 20
 
 
 def test_the_example(example: Callable[[str], Any]) -> None:
