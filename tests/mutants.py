@@ -222,9 +222,29 @@ MUTANTS = [
             '    if numbers is not None and numbers.there > 0:',
         ),
         (
+            "one number is compared as another", "rules/guards.py", "test_spellings.py one_hot_as_a_mask",
+            "            return compared_with(c, node, numbers, number)",
+            "            return compared_with(c, node, numbers, number - 1)",
+        ),
+        (
+            "other columns are the column", "rules/guards.py", "test_spellings.py others_filled",
+            "    return found.invert() if isinstance(found, Mask) else found",
+            "    return found",
+        ),
+        (
+            "what is copied has no offset", "graph/operators.py", "walk/test_row_differences.py parts",
+            "SHOWN: set[Target] = VIEWS | SAME_VALUE",
+            "SHOWN: set[Target] = VIEWS",
+        ),
+        (
+            "a rank alone exchanges", "walk/exchange.py", "test_vocabulary_parallel.py offset",
+            "    if ranks_of(group) == 1:",
+            "    if False:",
+        ),
+        (
             "any number is compared as zero", "rules/guards.py", "rules/test_two_numbers.py",
-            '        numbers = two_numbers(node.args[0], operand) if number == 0 else None',
-            '        numbers = two_numbers(node.args[0], operand)',
+            '        exact = number == 0 or are_integers(node.args[0])',
+            '        exact = True',
         ),
         (
             "what others see is handed over", "writable.py", "../backend/test_writable.py",
@@ -1340,7 +1360,7 @@ MUTANTS = [
         ),
         (
             "a column is weighted before the maximum is taken away", "walk/columns.py", "test_soundness.py smooth_labels",
-            "            c.rows.levels[under(logit, VIEWS)] = c.roots.root_of[form.x]\n",
+            "            c.rows.levels[under(logit, SHOWN)] = c.roots.root_of[form.x]\n",
             "",
         ),
         (
@@ -1375,7 +1395,7 @@ MUTANTS = [
         ),
         (
             "what is made of logits is given", "walk/near.py", "test_refusals.py no_offset",
-            "    if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):\n",
+            "    if any(is_float_tensor(under(atom, SHOWN | CASTS)) for atom in others):\n",
             "    if False:\n",
         ),
         (

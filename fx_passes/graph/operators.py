@@ -58,6 +58,9 @@ VIEWS: set[Target] = (
 )
 """Show a tensor's memory, or a part of it, in another shape or order."""
 
+SHOWN: set[Target] = VIEWS | SAME_VALUE
+"""The same numbers, or some of them, in another shape or order."""
+
 WHOLE_VIEWS: set[Target] = (
     RESHAPES - {aten.squeeze.default, aten.reshape.default}
     | TURNS

@@ -55,6 +55,7 @@ RULES: dict[Target, Rule] = {
     aten.ge.Scalar: guards.compare(guards.at_least),  # x >= finfo.min
     aten.le.Scalar: guards.compare(guards.at_most),  # p <= 0
     aten.eq.Tensor: Starts(guards.equals),  # [v == index]
+    aten.ne.Tensor: Starts(guards.differs),
     aten.isnan.default: guards.isnan,
     aten.isinf.default: guards.isinf,  # log p == -inf
     aten.bitwise_and.Tensor: guards.both,  # p == 0 and p <= 0

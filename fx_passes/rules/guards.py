@@ -23,7 +23,7 @@ from fx_passes.rules.operands import (
     no_softmax,
     pair,
 )
-from fx_passes.rules.two_numbers import compared_with_zero, nowhere, two_numbers
+from fx_passes.rules.two_numbers import are_integers, compared_with, nowhere, two_numbers
 from fx_passes.walk.columns import column, with_column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -50,9 +50,10 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
         if isinstance(other, Node):
             poly = c.rows.operand(other, 0)
             number = poly.as_number() if poly is not None else None
-        numbers = two_numbers(node.args[0], operand) if number == 0 else None
-        if numbers is not None:
-            return compared_with_zero(c, node, numbers)
+        exact = number == 0 or are_integers(node.args[0])
+        numbers = two_numbers(node.args[0], operand) if exact else None
+        if numbers is not None and number is not None:
+            return compared_with(c, node, numbers, number)
         if isinstance(operand, Form) and operand.is_row and number is not None:
             return _compare_rows(c, node, operand)
         if isinstance(operand, Form) and number is not None:
@@ -187,6 +188,14 @@ def equals(c: Context, node: Node, left: Operand, right: Operand) -> Result:
         if same(shape_of(index)[-1], 1):
             return Mask(Guard.COLUMN, Form(shape, len(shape) - 1), index=index)
     return None
+
+
+def differs(c: Context, node: Node, left: Operand, right: Operand) -> Result:
+    """ne of a column number with one index per row: all columns but that."""
+    if isinstance(left, (Form, Mask)) or isinstance(right, (Form, Mask)):
+        raise Refused("a comparison over the vocabulary that is not a known guard")
+    found = equals(c, node, left, right)
+    return found.invert() if isinstance(found, Mask) else found
 
 
 def _at_peak(c: Context, node: Node) -> Instead | None:
@@ -362,6 +371,8 @@ def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
     if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
+    if outside.x is None:  # a number: what is at the column is still of the logits
+        outside = outside.with_(x=inside.x)
     at, hit = masked_column(c, mask)
     return with_column(c, outside, at, column(c, inside, (at,)), hit)
 

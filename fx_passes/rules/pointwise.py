@@ -25,7 +25,7 @@ from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.graph.order import ancestors
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.rules.row_scalars import stays_rounded
-from fx_passes.rules.two_numbers import two_numbers
+from fx_passes.rules.two_numbers import compared_with, two_numbers
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context, dtype_name
 from fx_passes.walk.results import Instead, Operand, Result, as_form, as_number
@@ -48,7 +48,10 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
     if isinstance(operand, Mask):
         return mask_form(c, operand)
     if not is_float_tensor(node):
-        raise Refused("a full-vocabulary value is cast to integers")
+        numbers = two_numbers(node.args[0], operand) if value(node).dtype is torch.bool else None
+        if numbers is None:
+            raise Refused("a full-vocabulary value is cast to integers")
+        return compared_with(c, node, numbers, 0.0)
     form = as_form(operand)
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
     rounded = narrow.itemsize < dtype_of(form).itemsize

@@ -14,6 +14,7 @@ from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import ONE, Poly
 from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, under
+from fx_passes.rules.indices import is_integer
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand
@@ -29,6 +30,7 @@ _HOLDS: dict[object, Callable[[float, float], bool]] = {
     aten.le.Scalar: operator.le,
 }
 
+_LARGEST_INTEGER = 2**31 - 1  # of which sums and products are exact as floats
 _DIGITS = 1e-9
 """What is left of a number that was written beside a larger one is known to so much of that."""
 
@@ -89,14 +91,19 @@ def _is_exact(node: Node, number: float) -> bool:
     """0, or what rounds to neither 0 nor an infinity in the node's dtype."""
     dtype = value(node).dtype
     if not dtype.is_floating_point:
-        return False
+        return number.is_integer() and abs(number) <= _LARGEST_INTEGER
     limits = torch.finfo(dtype)
     return number == 0 or limits.tiny <= abs(number) <= limits.max
 
 
-def compared_with_zero(c: Context, node: Node, numbers: TwoNumbers) -> Mask:
-    holds = _HOLDS[node.target]
-    elsewhere, there = (holds(number, 0.0) for number in (numbers.elsewhere, numbers.there))
+def are_integers(node: object) -> bool:
+    return isinstance(node, Node) and is_integer(node)
+
+
+def compared_with(c: Context, node: Node, numbers: TwoNumbers, other: float) -> Mask:
+    """Where numbers that may be rounded are compared, `other` is 0; a cast to bool compares with that."""
+    holds = operator.ne if node.target in CASTS else _HOLDS[node.target]
+    elsewhere, there = (holds(number, other) for number in (numbers.elsewhere, numbers.there))
     if elsewhere == there or numbers.column is None:
         return nowhere(numbers.form, negated=elsewhere)
     index = _index_or_none(c, numbers.column, numbers.hit)

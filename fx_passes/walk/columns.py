@@ -11,7 +11,7 @@ from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_kno
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
-from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.operators import SHOWN, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near
@@ -50,7 +50,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             form = form.with_(exps=())
         elif form.x is not None:
             logit = c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype)
-            c.rows.levels[under(logit, VIEWS)] = c.roots.root_of[form.x]
+            c.rows.levels[under(logit, SHOWN)] = c.roots.root_of[form.x]
             taken = Poly.atom(logit)
     if not form.f.is_zero:
         # first: (x - max) - log_sum, never x + (...); `RowNodes.emit` sees to it where the factor is a number
@@ -95,7 +95,7 @@ def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> P
     scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
     c.rows.guarded[scaled] = Guarded(difference * scale, scale)
     if not around.center.is_zero:
-        c.rows.level_free.add(under(scaled, VIEWS))
+        c.rows.level_free.add(under(scaled, SHOWN))
     return Poly.atom(scaled)
 
 

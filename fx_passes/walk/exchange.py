@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
-from fx_passes.graph.facts import is_float_tensor, value
+from fx_passes.graph.facts import is_float_tensor, ranks_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, is_zero, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.shards import Weighted
@@ -41,6 +41,8 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
         return None
     operand, operation, group = reduce.args
     assert isinstance(operand, Node)
+    if ranks_of(group) == 1:
+        return c.emitter.represents.get(operand, operand)
     c.shards.shared[wait] = group
     level = _level(c, operand)
     if level is not None:

@@ -15,7 +15,7 @@ from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor
-from fx_passes.graph.operators import CASTS, VIEWS, under
+from fx_passes.graph.operators import CASTS, SHOWN, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import dtype_of
@@ -75,7 +75,7 @@ def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
     """A number that the logits have no part in; where their factor is placed in some rows, it may be for the others."""
     given = [atom for atom, _ in monomial if c.rows.is_given(atom)]
     others = {atom for atom, _ in monomial}.difference(given, c.rows.zero_outside)
-    if any(is_float_tensor(under(atom, VIEWS | CASTS)) for atom in others):
+    if any(is_float_tensor(under(atom, SHOWN | CASTS)) for atom in others):
         return False
     return bool(given) or not c.rows.is_placed(form.f)
 
@@ -84,7 +84,7 @@ def _is_unknown_level(c: Context, monomial: Monomial) -> bool:
     """A number that was made of the logits, it is not known how: it may be as large as they are."""
     made = [atom for atom, _ in monomial if is_float_tensor(atom) and not c.rows.is_given(atom)]
     known = c.rows.zero_outside | c.rows.level_free
-    return any(under(atom, VIEWS) not in known and c.rows.logits_of(atom) is None for atom in made)
+    return any(under(atom, SHOWN) not in known and c.rows.logits_of(atom) is None for atom in made)
 
 
 def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor, same_shape, shape_of, value
-from fx_passes.graph.operators import CASTS, RESHAPES, VIEWS, Target, is_collective, under
+from fx_passes.graph.operators import CASTS, RESHAPES, SHOWN, Target, is_collective, under
 from fx_passes.graph.order import ancestors
 from fx_passes.walk.context import Context
 from fx_passes.walk.row_nodes import ROUNDING, Guarded
@@ -169,12 +169,12 @@ def _cancelled(c: Context, left: Poly, right: Poly, total: Poly) -> Node | None:
     if not gone or any(key not in kept and key[0] not in shown for key in gone):
         return None
     left_out = {*left.atoms(), *right.atoms()}.difference(total.atoms())
-    given = {under(atom, VIEWS) for atom in left_out if c.rows.is_given(atom)}
+    given = {under(atom, SHOWN) for atom in left_out if c.rows.is_given(atom)}
     scales = [c.statistics.scale_of(atom) for atom in total.atoms()]
-    told = {under(atom, VIEWS) for scale in scales for atom in scale.atoms()}
+    told = {under(atom, SHOWN) for scale in scales for atom in scale.atoms()}
     return gone[0][0] if given <= told else None
 
 
 def _shows_empty_rows_of(c: Context, atom: Node) -> Node | None:
-    over_all_ranks = c.shards.means.get(under(atom, VIEWS))
+    over_all_ranks = c.shards.means.get(under(atom, SHOWN))
     return over_all_ranks or c.statistics.shows_empty_rows_of(atom)

@@ -16,7 +16,7 @@ from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import value
-from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.operators import SHOWN, VIEWS, under
 
 aten = torch.ops.aten
 
@@ -60,14 +60,14 @@ class RowNodes:
 
     def is_peak(self, atom: Node) -> bool:
         """One of `peaks`, of some of the rows or in another shape maybe."""
-        return under(atom, VIEWS) in self.peaks
+        return under(atom, SHOWN) in self.peaks
 
     def logits_of(self, atom: Node) -> Node | None:
         """Those that a level belongs to, of some of the rows or in another shape maybe."""
-        return self.levels.get(under(atom, VIEWS))
+        return self.levels.get(under(atom, SHOWN))
 
     def is_level_free(self, atom: Node) -> bool:
-        return under(atom, VIEWS) in self.level_free
+        return under(atom, SHOWN) in self.level_free
 
     def offsets(self, poly: Poly) -> dict[tuple[Node, Monomial], float]:
         """How often an offset of some logits is in a number per row: theirs, beside each factor of a level."""

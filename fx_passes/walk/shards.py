@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from fx_passes.algebra.poly import Poly
-from fx_passes.graph.operators import VIEWS, under
+from fx_passes.graph.operators import SHOWN, under
 
 
 class Weighted(NamedTuple):
@@ -42,4 +42,4 @@ class Shards:
 
     def is_largest(self, atom: Node) -> bool:
         """One of `largest`, of some of the rows or in another shape maybe."""
-        return under(atom, VIEWS) in self.largest
+        return under(atom, SHOWN) in self.largest

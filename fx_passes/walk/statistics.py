@@ -12,7 +12,7 @@ from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
-from fx_passes.graph.operators import CASTS, VIEWS, under
+from fx_passes.graph.operators import CASTS, SHOWN, under
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowScalars
 
@@ -58,7 +58,7 @@ def dtype_of(form: Form) -> torch.dtype:
 
 def is_mask(atom: Node) -> bool:
     """Whether a row scalar is 0 or 1 by its dtype, or was so before a cast."""
-    return getattr(value(under(atom, CASTS | VIEWS)), "dtype", None) is torch.bool
+    return getattr(value(under(atom, CASTS | SHOWN)), "dtype", None) is torch.bool
 
 
 class Statistics:
@@ -90,7 +90,7 @@ class Statistics:
 
     def is_one(self, atom: Node) -> bool:
         """Whether a row scalar is one of the statistics, of some of the rows or in another shape maybe."""
-        atom = under(atom, VIEWS)
+        atom = under(atom, SHOWN)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
 
     def shows_empty_rows_of(self, atom: Node) -> Node | None:
@@ -98,16 +98,16 @@ class Statistics:
 
         Or `log_sum - log_sum`.
         """
-        part = under(atom, VIEWS)
+        part = under(atom, SHOWN)
         shows = self.is_one(part) and part.args[1] in (2, 3)
         if part in self.rows.nothing:
-            part = under(part.all_input_nodes[0], VIEWS)
+            part = under(part.all_input_nodes[0], SHOWN)
             shows = self.is_one(part)
         return self.operators[part.all_input_nodes[0]] if shows else None
 
     def scale_of(self, atom: Node) -> Poly:
         """What the logits are scaled by of which a row scalar is a statistic, but for the peak; else nothing."""
-        part = under(atom, VIEWS)
+        part = under(atom, SHOWN)
         scaled = self.is_one(part) and part.args[1] != 0
         return self._scales[part.all_input_nodes[0]] if scaled else ZERO
 
@@ -118,7 +118,7 @@ class Statistics:
         """Whether a statistic of its own logits is in what they are shifted by: NaN in rows of nothing but -inf."""
         root = None if form.x is None else self.roots.root_of[form.x]
         return any(
-            self.operators[under(atom, VIEWS).all_input_nodes[0]] is root
+            self.operators[under(atom, SHOWN).all_input_nodes[0]] is root
             for atom in form.e.atoms()
             if self.is_one(atom)
         )

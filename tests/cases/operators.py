@@ -273,6 +273,8 @@ def cast(target: Any) -> Case:
         given = m.masks[-1] if m.masks and m.one(False, True) else m.wide()
         if m.rarely():
             given = columns_equal(m)
+        elif m.rarely():
+            given, kind = whole_one_hot(m), torch.bool
         if target is aten._to_copy.default:
             return m.call(target, given, dtype=kind)
         return m.call(target, given, kind)
@@ -294,6 +296,8 @@ def compare(target: Any) -> Case:
         if target in (aten.gt.Scalar, aten.ge.Scalar):
             number = m.one(torch.finfo(m.s.dtype).min, 0.0, number)
         x = m.wide()
+        if m.rarely():
+            return m.call(target, whole_one_hot(m), m.one(0, 1, 2))
         if number == 0.0 and m.one(True, False):
             x = m.one(lambda m: m.call(aten.exp.default, x), smoothed)(m)
         return m.call(target, x, number)
@@ -305,7 +309,7 @@ def infinite(m: Making) -> Node:
     return m.call(aten.isinf.default, log_softmax(m) if m.one(True, False) else m.wide())
 
 
-def columns_equal(m: Making, beside: Node | None = None) -> Node:
+def columns_equal(m: Making, beside: Node | None = None, target: Any = aten.eq.Tensor) -> Node:
     """[v == index]: the number of a column with an index per row, either of which may be something else."""
     shape = sizes(beside or m.wide())
     at = m.one(-1, -1, -1, m.some(-len(shape), -1))
@@ -318,7 +322,7 @@ def columns_equal(m: Making, beside: Node | None = None) -> Node:
         (*shape[:-1], 1) if m.one(True, True, False) else m.shape_beside(shape), "index"
     )
     given = (counted, index) if m.one(True, False) else (index, counted)
-    return m.call(aten.eq.Tensor, *given)
+    return m.call(target, *given)
 
 
 def equals(m: Making) -> Node:
@@ -327,6 +331,19 @@ def equals(m: Making) -> Node:
     x = m.wide()
     other = m.wide() if m.rarely() else x
     return m.call(aten.eq.Tensor, x, m.call(aten.amax.default, other, [-1], True))
+
+
+def differ(m: Making) -> Node:
+    if not m.rarely():
+        return columns_equal(m, target=aten.ne.Tensor)
+    return m.call(aten.ne.Tensor, m.wide(), m.wide())
+
+
+def whole_one_hot(m: Making) -> Node:
+    """Of whole numbers, some of them others than 0 and 1."""
+    kind = m.one(torch.int64, torch.int32)
+    hot = m.call(prims.convert_element_type.default, columns_equal(m), kind)
+    return hot if m.one(True, False) else m.call(aten.mul.Tensor, hot, m.one(2, -3))
 
 
 def inverted(target: Any) -> Case:
@@ -773,6 +790,7 @@ CASES: dict[Any, Case] = {
     aten.ge.Scalar: compare(aten.ge.Scalar),
     aten.le.Scalar: compare(aten.le.Scalar),
     aten.eq.Tensor: equals,
+    aten.ne.Tensor: differ,
     aten.isnan.default: lambda m: m.call(aten.isnan.default, m.one(Making.wide, smoothed)(m)),
     aten.isinf.default: infinite,
     aten.bitwise_and.Tensor: both(aten.bitwise_and.Tensor),

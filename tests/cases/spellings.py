@@ -760,6 +760,25 @@ def one_hot_product(logits: Tensor, target: Tensor) -> Outputs:
 
 
 @spelling("soft targets")
+def chosen_where_the_column_is(logits: Tensor, target: Tensor) -> Outputs:
+    columns = torch.arange(logits.shape[-1]) == target[:, None]
+    return (torch.where(columns, logits.log_softmax(-1), 0.0).sum(-1),)
+
+
+@spelling("soft targets")
+def others_filled_with_zero(logits: Tensor, target: Tensor) -> Outputs:
+    others = torch.arange(logits.shape[-1]) != target[:, None]
+    return (logits.log_softmax(-1).masked_fill(others, 0.0).sum(-1),)
+
+
+@spelling("soft targets")
+def one_hot_as_a_mask(logits: Tensor, target: Tensor) -> Outputs:
+    hot = F.one_hot(target, logits.shape[-1])
+    chosen = torch.where(hot.bool(), logits.log_softmax(-1), 0.0).sum(-1)
+    return chosen, torch.where(hot == 1, logits.softmax(-1), 0.0).sum(-1)
+
+
+@spelling("soft targets")
 def smoothed_by_scatter(logits: Tensor, target: Tensor) -> Outputs:
     smoothing = 0.1
     soft = torch.full_like(logits, smoothing / (logits.shape[-1] - 1))

@@ -19,7 +19,7 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     megatron = example("megatron_gpt")
     runs = megatron.main(["--steps", str(STEPS)])
     assert len(set(runs["as it is"].losses)) == STEPS  # it trains
-    check_runs(runs, STEPS, {"loss": 1.25, "deferred": 0.35}, megatron.LOGITS_BYTES, rel=1e-4)
+    check_runs(runs, STEPS, {"loss": 1.25, "deferred": 0.35}, megatron.LOGITS_BYTES, rel=1e-3)
     assert runs["loss"].fused == runs["deferred"].fused == 2
     assert runs["as it is"].peak_bytes > 3 * megatron.LOGITS_BYTES
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
@@ -36,6 +36,8 @@ def test_main_grad(
 ) -> None:
     """Of all parameters, after two micro-batches, and again after `zero_grad_buffer`; in float32, where it is exact.
 
+    There Megatron's cross entropy works in the logits themselves, which backward of the compiled loss must not read.
+
     Under `gradient_accumulation_fusion` Megatron's head would write its weight's gradient into `main_grad` itself, by a
     kernel that is CUDA's; deferred, it hands the gradient to DDP, which adds it.
     """
@@ -47,7 +49,7 @@ def test_main_grad(
     draws = [torch.randint(256, size, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     found: dict[str, list[torch.Tensor]] = {}
     with megatron.one_rank():
-        for way in ("as it is", "deferred"):
+        for way in megatron.WAYS:
             torch._dynamo.reset()
             gpt = megatron.model()
             model = megatron.in_way(way, gpt, overlap_grad_reduce=overlap)
@@ -57,5 +59,6 @@ def test_main_grad(
                 megatron.forward_backward(model, tokens)
                 assert all(p.grad is None for p in gpt.parameters())
                 found[way] += [p.main_grad.clone() for p in gpt.parameters()]
-    for mine, other in zip(found["deferred"], found["as it is"], strict=True):
+    plain = found.pop("as it is")
+    for mine, other in zip([*found["loss"], *found["deferred"]], [*plain, *plain], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())

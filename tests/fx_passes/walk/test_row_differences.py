@@ -115,11 +115,42 @@ def log_prob_over_a_tensor(x: Tensor, target: Tensor) -> Tensor:
     return log_prob(x / temperatures(x, target)[3], target)
 
 
+def of_parts(fn: Value) -> Value:
+    """Of all but the last token of four sequences, flattened: rows that are copied. The last is the first again."""
+
+    def parts(x: Tensor, target: Tensor) -> Tensor:
+        some = x.view(4, 6, VOCAB)[:, :-1].reshape(-1, VOCAB)
+        found = fn(some, target.view(4, 6)[:, :-1].reshape(-1)).view(4, 5)
+        return torch.cat([found, found[:, :1]], 1).flatten()
+
+    parts.__name__ = f"{fn.__name__}_of_parts"
+    return parts
+
+
+def turned(fn: Value) -> Value:
+    """Of sequences by batches, as Megatron has them."""
+
+    def of_turned(x: Tensor, target: Tensor) -> Tensor:
+        rows = x.view(4, 6, VOCAB).transpose(0, 1).reshape(-1, VOCAB)
+        return fn(rows, target.view(4, 6).t().reshape(-1)).view(6, 4).t().reshape(-1)
+
+    of_turned.__name__ = f"{fn.__name__}_turned"
+    return of_turned
+
+
+def divergence(x: Tensor, target: Tensor) -> Tensor:
+    """From itself at another temperature."""
+    return expected(x, x.log_softmax(-1) - (x / 2).log_softmax(-1))
+
+
+MOVED = [entropy, log_prob, one_hot_log_prob, smoothed, entropy_by_row, log_prob_by_row, divergence]
+
 VALUES: list[Value] = [
     entropy, tempered_entropy, log_prob, selected_log_prob, negative_log_prob, advantage,
     log_of_the_sum_of_squares, two_steps, row_by_row, chunk_by_chunk, one_hot_log_prob, smoothed,
     from_the_mean, log_prob_by_row, entropy_by_row, smoothed_by_row, one_hot_by_row,
-    log_prob_times_a_tensor, smoothed_times_a_row, log_prob_over_a_tensor,
+    log_prob_times_a_tensor, smoothed_times_a_row, log_prob_over_a_tensor, divergence,
+    *(move(fn) for move in (of_parts, turned) for fn in MOVED),
 ]  # fmt: skip
 
 
