@@ -91,7 +91,8 @@ def _is_exact(node: Node, number: float) -> bool:
     """0, or what rounds to neither 0 nor an infinity in the node's dtype."""
     dtype = value(node).dtype
     if not dtype.is_floating_point:
-        return number.is_integer() and abs(number) <= _LARGEST_INTEGER
+        fits = torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+        return number.is_integer() and fits and abs(number) <= _LARGEST_INTEGER
     limits = torch.finfo(dtype)
     return number == 0 or limits.tiny <= abs(number) <= limits.max
 

@@ -297,7 +297,7 @@ def compare(target: Any) -> Case:
             number = m.one(torch.finfo(m.s.dtype).min, 0.0, number)
         x = m.wide()
         if m.rarely():
-            return m.call(target, whole_one_hot(m), m.one(0, 1, 2))
+            return m.call(target, whole_one_hot(m), m.one(0, 1, 2, 253))
         if number == 0.0 and m.one(True, False):
             x = m.one(lambda m: m.call(aten.exp.default, x), smoothed)(m)
         return m.call(target, x, number)
@@ -341,7 +341,7 @@ def differ(m: Making) -> Node:
 
 def whole_one_hot(m: Making) -> Node:
     """Of whole numbers, some of them others than 0 and 1."""
-    kind = m.one(torch.int64, torch.int32)
+    kind = m.one(torch.int64, torch.int32, torch.uint8)
     hot = m.call(prims.convert_element_type.default, columns_equal(m), kind)
     return hot if m.one(True, False) else m.call(aten.mul.Tensor, hot, m.one(2, -3))
 
