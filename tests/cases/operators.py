@@ -735,7 +735,7 @@ def slice_scatter(m: Making) -> Node:
 
 def select_scatter(m: Making) -> Node:
     x = m.wide()
-    at, index = m.some(0, len(sizes(x)) - 2), m.some(-1, 1)
+    at, index = m.some(0, max(len(sizes(x)) - 2, 0)), m.some(-1, 1)
     piece = changed(m, m.call(aten.select.int, x, at, index))
     return m.call(aten.select_scatter.default, base(m, x), piece, at, m.one(index, index, 0))
 

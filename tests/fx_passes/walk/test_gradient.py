@@ -33,6 +33,7 @@ BOUNDED = settings(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
+THOUSANDS = settings(BOUNDED, max_examples=3_200, derandomize=False)
 PACKED = (
     aten.add.Tensor,
     aten.mul.Tensor,
@@ -67,6 +68,12 @@ def leaving(walked: Walked, dtype: torch.dtype, way: str) -> list[tuple[Node, Fo
         return [(node, form, WAYS[way](context, form, dtype)) for node, form in forms]
 
 
+def dtype_of(node: Node) -> torch.dtype | None:
+    """Of a value of floats."""
+    dtype = getattr(value(node), "dtype", torch.bool)
+    return dtype if dtype.is_floating_point else None
+
+
 def values_of(walked: Walked, draw: Draw, dtype: torch.dtype | None) -> Values | None:
     """On data on which torch computes the user's program."""
     values = Values(
@@ -84,20 +91,20 @@ def compare(
     walked: Walked, draw: Draw, dtype: torch.dtype | None, way: str, answers: Counter[str]
 ) -> None:
     """`dtype`: float64 for all that is computed, or None for the dtypes of the graph."""
-    if dtype is None and any(getattr(value(node), "dtype", None) in HALF for node in walked.nodes):
+    if dtype is None and not HALF.isdisjoint(map(dtype_of, walked.nodes)):
         return  # float64 does not round where the program does
     exact = values_of(walked, draw, torch.float64)
-    if exact is None:
-        return
     rounded = exact if dtype is not None else values_of(walked, draw, None)
+    if exact is None or rounded is None:
+        return
     zero = walked.walk.context.rows.zero_outside
+    largest = min(LARGE, *(torch.finfo(d).max for d in map(dtype_of, walked.nodes) if d))
     kind = torch.float64 if dtype is not None else torch.float32
     for user, form, node in leaving(walked, kind, way):
         want, size = dense(form, exact, zero)
         size = max(size, exact.largest(node))
-        if not (want.isfinite().all() and exact[user].isfinite().all()) or size > LARGE:
+        if not (want.isfinite().all() and exact[user].isfinite().all()) or size > largest:
             continue  # `test_rules.py` looks at these, where it is known what eager does
-        assert rounded is not None
         off = 1e-11 if dtype is not None else FAR * torch.finfo(torch.float32).eps
         if wrong_elements(
             rounded[user].double(), exact[user].double(), off * size, may_mend=False
@@ -111,10 +118,10 @@ def compare(
         answers["compared"] += 1
 
 
-def run(target: Any, dtype: torch.dtype | None, way: str) -> Counter[str]:
+def run(target: Any, dtype: torch.dtype | None, way: str, how: settings = BOUNDED) -> Counter[str]:
     answers: Counter[str] = Counter()
 
-    @BOUNDED
+    @how
     @given(programs(CASES[target]), st.integers(0, 1000))
     def check(made: tuple[Making, int], seed: int) -> None:
         m, _ = made
@@ -137,6 +144,14 @@ def test_in_float64(target: Any, way: str) -> None:
 @targets(PACKED[:5])
 def test_in_float32(target: Any, way: str) -> None:
     assert run(target, None, way)["compared"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "as they are"])
+@pytest.mark.parametrize("way", WAYS)
+@targets(tuple(CASES))
+def test_thousands_of_every_rule(target: Any, way: str, dtype: torch.dtype | None) -> None:
+    run(target, dtype, way, THOUSANDS)
 
 
 def test_from_a_saved_softmax() -> None:
