@@ -1,4 +1,7 @@
-"""Rows whose number data alone says: cut at a number out of a tensor, or selected by a mask, in one graph."""
+"""Rows whose number data alone says: cut at a number out of a tensor, or selected by a mask, in one graph.
+
+Torch learns such programs release by release: what it cannot compile without us is skipped.
+"""
 
 from __future__ import annotations
 
@@ -96,21 +99,35 @@ def data(head: bool) -> tuple[list[Tensor], Tensor]:
     return leaves, labels
 
 
+def compiled(name: str, backend: str, options: dict[str, Any] | None = None) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(own_copy(LOSSES[name]), backend=backend, options=options, fullgraph=True)
+
+
+def fails_in_plain_torch(name: str, backend: str, arguments: list[Any]) -> bool:
+    try:
+        compiled(name, backend)(*arguments).backward()
+    except Exception:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
     "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
 )
 @pytest.mark.parametrize("head", [False, True], ids=["logits", "hidden"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_equal_to_eager(name: str, head: bool, inner: str) -> None:
-    torch._dynamo.reset()
     options: dict[str, Any] = {"inner": inner, "min_vocab": 32}
-    fn = torch.compile(
-        own_copy(LOSSES[name]), backend="slime_fused", options=options, fullgraph=True
-    )
     leaves, labels = data(head)
     arguments = [*leaves, *([] if head else [None]), labels]
     known = len(slime_compile.reports())
-    found, wanted = fn(*arguments), LOSSES[name](*arguments)
+    try:
+        found = compiled(name, "slime_fused", options)(*arguments)
+    except Exception:
+        assert fails_in_plain_torch(name, inner, arguments)
+        pytest.skip("torch fails on it without us, too")
+    wanted = LOSSES[name](*arguments)
     torch.testing.assert_close(found, wanted)
     for mine, theirs in zip(
         torch.autograd.grad(found, leaves), torch.autograd.grad(wanted, leaves), strict=True
