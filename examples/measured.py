@@ -80,7 +80,7 @@ def compare(
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--inner", default="aot_eager", choices=("inductor", "aot_eager"))
+    parser.add_argument("--inner", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--time", action="store_true", help="of a step, in the peak's place")
     given = parser.parse_args(argv)
     torch.set_num_threads(

@@ -1,6 +1,6 @@
 """Megatron-core's GPTModel, its own loss and its own data parallelism, without and with `slime_fused`.
 
-    python examples/megatron_gpt.py [--steps 20] [--inner inductor]
+    python examples/megatron_gpt.py [--steps 20] [--inner aot_eager]
 
     as it is     `GPTModel(..., labels=labels)`: vocab_parallel_cross_entropy of logits [s, b, v]
     loss         `compute_language_model_loss` is compiled

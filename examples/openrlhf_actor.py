@@ -1,6 +1,6 @@
 """OpenRLHF's Actor and PolicyLoss on a tiny random Llama, without and with `slime_fused`; needs openrlhf.
 
-    python examples/openrlhf_actor.py [--steps 20] [--inner inductor]
+    python examples/openrlhf_actor.py [--steps 20] [--inner aot_eager]
 
     as it is     entropy by torch.compile, log-probs by OpenRLHF's function, of logits that it scales in place
     pair         `slime_compile.integrations.openrlhf.enable()`: both in one compiled function

@@ -1,6 +1,6 @@
 """slime's policy loss over Megatron's GPTModel, on packed samples, without and with `slime_fused`; needs slime.
 
-    PYTHONPATH=/path/to/slime python examples/slime_actor.py [--steps 20] [--inner inductor]
+    PYTHONPATH=/path/to/slime python examples/slime_actor.py [--steps 20] [--inner aot_eager]
 
     as it is     bfloat16 in `Float16Module`, logits [1, T, V] in float32, a temperature, an entropy bonus
     loss         `slime_compile.integrations.slime.enable()`

@@ -1,6 +1,6 @@
 """torchtitan's Llama 3 under its FSDP2, with its cross entropy, without and with `slime_fused`; needs torchtitan.
 
-    python examples/torchtitan_fsdp2.py [--steps 20] [--inner inductor]
+    python examples/torchtitan_fsdp2.py [--steps 20] [--inner aot_eager]
 
     as it is     torchtitan compiles nothing
     inductor     `--compile.enable --compile.components loss`

@@ -1,6 +1,6 @@
 """torchtitan's Llama 3 over two tensor-parallel ranks with its own vocabulary-parallel cross entropy; needs torchtitan.
 
-    torchrun --nproc-per-node 2 examples/torchtitan_tensor_parallel.py [--steps 20] [--inner inductor]
+    torchrun --nproc-per-node 2 examples/torchtitan_tensor_parallel.py [--steps 20] [--inner aot_eager]
 
     as it is     torchtitan compiles nothing; each rank has its half of the vocabulary
     inductor     `--compile.enable --compile.components loss`

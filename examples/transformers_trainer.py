@@ -1,6 +1,6 @@
 """transformers' Trainer on a tiny random Llama, as it is and in three ways with `slime_fused`; needs transformers.
 
-    python examples/transformers_trainer.py [--steps 20] [--inner inductor]
+    python examples/transformers_trainer.py [--steps 20] [--inner aot_eager]
 
     as it is     the model makes logits, and a loss of them
     loss         the loss is compiled: the logits and nothing else of their size

@@ -1,6 +1,6 @@
 """GRPO of a TRL that makes logits, its functions as they are and compiled by `slime_fused`; needs trl (1.10; not 1.16).
 
-    python examples/trl_grpo_logits.py [--steps 20] [--inner inductor]
+    python examples/trl_grpo_logits.py [--steps 20] [--inner aot_eager]
 
     as it is     logits [B, L, V], `selective_log_softmax`, and with an entropy bonus `entropy_from_logits`
     functions    these two are compiled

@@ -1,6 +1,6 @@
 """verl's FSDP engine and PPO loss on packed samples of a tiny random Llama, without and with `slime_fused`; needs verl.
 
-    python examples/verl_actor.py [--steps 20] [--inner inductor]
+    python examples/verl_actor.py [--steps 20] [--inner aot_eager]
 
     as it is     entropy by torch.compile, log-probs by verl's functions, of logits that are scaled by a temperature
     pair         `slime_compile.integrations.verl.enable()`: both in one compiled function
