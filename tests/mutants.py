@@ -734,7 +734,7 @@ MUTANTS = [
             "    return term.scale, around.center, term.shift, a, term.b",
         ),
         (
-            "columns are scaled before the peak is taken away", "walk/columns.py", "test_soundness.py log_probs_over",
+            "columns are scaled before the peak is taken away", "walk/columns.py", "test_soundness.py soft_labels",
             "        around = affine_center(c, form)",
             "        around = Near()",
         ),
