@@ -245,12 +245,14 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
 
 def _erase_exchanged(graph: Graph, replacements: Iterable[Node]) -> None:
     """All-reduces in whose place another one stands: a collective runs although nobody reads it."""
-    for wait in replacements:
-        if wait.target is c10d.wait_tensor.default and not wait.users:
-            (reduce,) = wait.all_input_nodes
-            graph.erase_node(wait)
-            graph.erase_node(reduce)
-    graph.eliminate_dead_code()
+    waits = [node for node in replacements if node.target is c10d.wait_tensor.default]
+    unread = [wait for wait in waits if not wait.users]
+    for wait in unread:
+        (reduce,) = wait.all_input_nodes
+        graph.erase_node(wait)
+        graph.erase_node(reduce)
+    if unread:
+        graph.eliminate_dead_code()
 
 
 def _leave_out_unread_statistics(graph: Graph) -> None:

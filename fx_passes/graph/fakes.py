@@ -57,7 +57,7 @@ def result_of(
             return FakeTensor(fake_mode, made, like.device)
     with fake_mode, _leaving_no_symbol(fake_mode.shape_env):
         made = target(*args, **kwargs)
-    if not _symbols(made) <= _symbols((args, kwargs)):
+    if (symbols := _symbols(made)) and not symbols <= _symbols((args, kwargs)):
         raise SizeUnknown(f"data alone says how large the result of a new {target} is")
     return made
 
