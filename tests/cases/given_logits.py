@@ -1,7 +1,8 @@
 """In-place losses over a vocabulary shard: megatron-core's own functions, and slime's and verl's as they write them.
 
 Each takes `(logits [N, V/tp], target [N], group)` and gives `[N]`; `meant` is the same over the whole vocabulary.
-`HANDED` says what a program hands to a loss: the given logits themselves, logits that it makes, or a clone.
+`HANDED` says what a program hands to a loss: the given logits themselves, logits that it makes, or a clone; `OF_HEADS`
+those of a head, whose values it takes as they are, or sums.
 """
 
 from __future__ import annotations
@@ -76,11 +77,20 @@ def cloned(loss: Loss, logits: Tensor, target: Tensor, group: Any) -> Tensor:
     return loss(logits.clone(), target, group)
 
 
+def head(loss: Loss, hidden: Tensor, target: Tensor, group: Any, weight: Tensor) -> Tensor:
+    return loss(hidden @ weight.t(), target, group)
+
+
+def summed_head(loss: Loss, hidden: Tensor, target: Tensor, group: Any, weight: Tensor) -> Tensor:
+    return head(loss, hidden, target, group, weight).sum()
+
+
 HANDED = {handed.__name__: handed for handed in (given, made, cloned)}
+OF_HEADS = {handed.__name__: handed for handed in (head, summed_head)}
 
 
 def meant(name: str, handed: str, logits: Tensor, target: Tensor) -> Tensor:
-    """Over the whole vocabulary, in any dtype."""
+    """Over the whole vocabulary, in any dtype; the weight of a head is the identity."""
     log_probs = (logits * 1.25 if handed == "made" else logits).log_softmax(-1)
     loss = -log_probs.gather(-1, target[:, None])[:, 0]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -91,4 +101,4 @@ def meant(name: str, handed: str, logits: Tensor, target: Tensor) -> Tensor:
         "verl_entropy": entropy,
         "verl_both": entropy - loss,
     }
-    return values[name]
+    return values[name].sum() if handed == "summed_head" else values[name]

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-ROWS, VOCAB = 6, 1030  # just above the default min_vocab
+ROWS, VOCAB, DRAWS = 6, 1030, 16  # just above the default min_vocab
 OPTIONS = {"inner": "aot_eager", "strict": True}
 
 
@@ -82,8 +82,8 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(0)
+def data(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(ROWS, VOCAB, generator=draw)
     target = torch.randint(VOCAB, (ROWS,), generator=draw)
     old = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
@@ -102,21 +102,26 @@ def gradient(fn: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def test_one_graph_with_nothing_wide_but_logits_and_gradient(
     dtype: torch.dtype, group: dist.ProcessGroup
 ) -> None:
-    logits, *rest = data(dtype)
     fn = torch.compile(policy_loss, backend="slime_fused", options=OPTIONS, fullgraph=True)
     earlier = len(slime_compile.reports())
-    loss, grad = gradient(fn, logits, *rest, group)
-    with torch.compiler.set_stance("force_eager"):  # Megatron compiles its own pieces
-        eager_loss, eager_grad = gradient(policy_loss, logits, *rest, group)
+    pools = {"loss": harness.Pool(), "gradient": harness.Pool()}
+    for seed in range(DRAWS):
+        logits, *rest = data(dtype, seed)
+        got = gradient(fn, logits, *rest, group)
+        with torch.compiler.set_stance("force_eager"):  # Megatron compiles its own pieces
+            eager = gradient(policy_loss, logits, *rest, group)
+        true = gradient(plain_policy_loss, logits.double(), *harness.to_float64(rest))
+        for pool, actual, plain, wanted in zip(pools.values(), got, eager, true, strict=True):
+            pool.add(actual, plain, wanted)
+        if dtype is torch.float32:
+            # 40 eps: a log-prob of -20, twice; eager, rounded to bf16, is off by 4e-4
+            assert (got[1] - true[1]).abs().max() < 5e-6 * true[1].abs().max()
+    for what, pool in pools.items():
+        pool.check(what)
     (report,) = slime_compile.reports()[earlier:]
     found = report.to_dict()
     assert (found["fused"], found["wide_after"]) == (2, 0), f"{report}"
     assert found["wide_before"] > 10
-    true_loss, true_grad = gradient(plain_policy_loss, logits.double(), *harness.to_float64(rest))
-    harness.no_worse_than_eager(loss, eager_loss, true_loss, loss.dtype, "loss")
-    harness.no_worse_than_eager(grad, eager_grad, true_grad, grad.dtype, "gradient")
-    if dtype is torch.float32:  # eager, rounded to bf16, is off by 4e-4
-        assert (grad - true_grad).abs().max() < 1e-6 * true_grad.abs().max()
 
 
 def test_report_says_which_precision_is_kept_for_the_bf16_gradient(

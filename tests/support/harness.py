@@ -162,6 +162,13 @@ class Pool:
     truth: list[Tensor] = field(default_factory=list)
     more_errors: list[Tensor] = field(default_factory=list)
 
+    def add(self, actual: Tensor, eager: Tensor, truth: Tensor, *plain: Tensor) -> None:
+        assert actual.dtype == eager.dtype, f"{actual.dtype}, eager has {eager.dtype}"
+        self.actual.append(actual.detach().clone())
+        self.eager.append(eager.detach().clone())
+        self.truth.append(truth.detach().clone())
+        self.plain.extend(each.detach().clone() for each in plain)
+
     def check(self, what: str) -> None:
         actual, eager, truth = map(torch.stack, (self.actual, self.eager, self.truth))
         if self.plain:
@@ -414,12 +421,8 @@ def _add(pools: dict[str, Pool], what: str, found: Sequence[Tensor], true: Tenso
         units = torch.finfo(pool.eager[0].dtype).eps / torch.finfo(found[0].dtype).eps
         pool.more_errors.append(units * finite_errors(found[0].detach(), true.detach()))
         return
-    got, eager, *plain = (t.detach().clone() for t in found)
-    assert got.dtype == eager.dtype, f"{what}: {got.dtype}, eager has {eager.dtype}"
-    pool.actual.append(got)
-    pool.eager.append(eager)
-    pool.plain.extend(plain)
-    pool.truth.append(true.detach().clone())
+    got, eager, *plain = found
+    pool.add(got, eager, true, *plain)
 
 
 # ---------------------------------------------------------------- the graph
