@@ -121,7 +121,7 @@ failures, together = [], threading.Barrier(6)
 def work(number):
     try:
         together.wait()
-        options = {"inner": "aot_eager", "min_vocab": 64 + number}
+        options = {"inner": INNER, "min_vocab": 64 + number}
         x, t = torch.randn(4, 1030, requires_grad=True), torch.randint(0, 1030, (4,))
         torch.compile(loss, backend="slime_fused", options=options)(x, t).backward()
     except BaseException as error:
@@ -137,5 +137,9 @@ print(sorted(report.fused for report in slime_compile.reports()))
 """
 
 
-def test_first_use_from_six_threads() -> None:
-    assert run_python(FIRST_USE).strip() == "[2, 2, 2, 2, 2, 2]"
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+def test_first_use_from_six_threads(inner: str, private_cache: None) -> None:
+    found = run_python(f"INNER = {inner!r}" + FIRST_USE)
+    assert found.strip() == "[2, 2, 2, 2, 2, 2]"

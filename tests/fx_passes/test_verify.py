@@ -42,3 +42,32 @@ def test_difference(other: Callable[[Tensor], Tensor], said: str | None) -> None
     else:
         assert found is not None
         assert re.search(said, found)
+
+
+def without_garbage(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (lambda x: x.nan_to_num(0, 0, 0), True),
+        (lambda x: x * x.isfinite(), False),  # 0 * NaN
+        (lambda x: x.nan_to_num(0), False),  # inf is a large number
+    ],
+)
+def test_rows_of_garbage_that_a_program_masks(
+    other: Callable[[Tensor], Tensor], same: bool
+) -> None:
+    found = mismatch(graph_of(without_garbage), graph_of(other), torch.nn.Module())
+    assert (found is None) == same
+
+
+def test_what_a_program_asserts_of_its_data_is_not_asserted_of_random_data() -> None:
+    def asserting(x: Tensor) -> Tensor:
+        torch.ops.aten._assert_async.msg((x > 5).all(), "above five")
+        return x + x
+
+    asserts = graph_of(asserting)
+    assert asserts.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg)
+    assert mismatch(asserts, asserts, torch.nn.Module()) is None
