@@ -28,7 +28,7 @@ MEMBERS = {
     *("_member_map_", "_member_names_", "_value2member_map_"),  # of an Enum
     *("_name_", "_value_"),  # of its member
     *("_current_frames", "_getframe"),  # of sys
-    *("_c10d_functional", "_to_copy", "_unsafe_view"),  # operators
+    *("_assert_async", "_c10d_functional", "_to_copy", "_unsafe_view"),  # operators
     *("_backward_hooks", "_backward_pre_hooks"),  # of a module: torch has no public way to ask
     "_boxed_call",  # AOTAutograd's mark of a callable that empties its list of arguments
     "_codegen",  # of a graph, for its set_codegen

@@ -4,11 +4,13 @@ Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, which is in the i
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 import fx_passes
@@ -21,10 +23,12 @@ from slime_compile.report.record import Record, is_wide, outermost_frame
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
     """What is known about a graph from the start."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
+    rank = _rank(gm)
     return Record(
         _name(gm),
-        _identity(gm, options, held),
+        _identity(gm, options, held, rank),
         held,
+        rank=rank,
         lines=_lines(gm),
         ended_by=graph_break(gm),
         compile_id=compile_id(),
@@ -42,6 +46,18 @@ def _lines(gm: GraphModule) -> list[str]:
         if trace not in lines:
             lines[trace] = source_of(node)
     return [lines[trace] for trace in traces]
+
+
+def _rank(gm: GraphModule) -> int | None:
+    """This process's, where a value of the graph is a DTensor.
+
+    AOTAutograd makes a shard's first column a number of the code, and its cache's key has no rank (torch 2.15).
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import
+    if tensors is None or not dist.is_initialized():
+        return None
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return dist.get_rank() if any(isinstance(v, tensors.DTensor) for v in values) else None
 
 
 def _held(tensor: Any) -> str:
@@ -68,7 +84,7 @@ def _source_hash() -> str:
 SOURCES = _source_hash()
 
 
-def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
+def _identity(gm: GraphModule, options: Options, held: dict[int, str], rank: int | None) -> str:
     """The same for the same graph and options in every process, so that a cached graph finds its report."""
     inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     layouts = [
@@ -78,7 +94,7 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str]) -> str:
     ]
     # who may overwrite what is in the identity of our passes only where something may be overwritten
     kept = sorted(held.items()) if options.consume_logits is True else ()
-    text = repr((gm.code, layouts, kept, torch.is_grad_enabled(), options.key(), SOURCES))
+    text = repr((gm.code, layouts, kept, rank, torch.is_grad_enabled(), options.key(), SOURCES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,26 +96,29 @@ def test_under_inductor_with_sizes_that_change() -> None:
 # ---- DTensor --------------------------------------------------------------------------------------------------------
 
 
-def sharded_dtensor(rank: int, parallel: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    """Values and gradient of the compiled function and of eager code, and the fused operators."""
+def dtensor_step(rank: int, fn: Any) -> list[Tensor]:
+    """Value and gradient."""
     mesh = init_device_mesh("cpu", (2,))
     logits, target = data(ROWS)
+    leaf = distribute_tensor(logits, mesh, [ShardPlacement(-1)]).requires_grad_()
+    output = fn(leaf, distribute_tensor(target, mesh, [Replicate()]))
+    output.sum().backward()
+    assert isinstance(leaf.grad, DTensor)
+    return [output.full_tensor().detach(), leaf.grad.full_tensor()]
+
+
+def sharded_dtensor(rank: int, parallel: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """What the compiled function and eager code find, and the fused operators."""
 
     def loss(x: DTensor, tokens: DTensor) -> Tensor:
         if parallel:
             with loss_parallel():
                 return F.cross_entropy(x, tokens)
-        return x.redistribute(mesh, [Replicate()]).log_softmax(-1).gather(-1, tokens[:, None])
+        whole = x.redistribute(x.device_mesh, [Replicate()])
+        return whole.log_softmax(-1).gather(-1, tokens[:, None])
 
-    def run(fn: Any) -> list[Tensor]:
-        leaf = distribute_tensor(logits, mesh, [ShardPlacement(-1)]).requires_grad_()
-        output = fn(leaf, distribute_tensor(target, mesh, [Replicate()]))
-        output.sum().backward()
-        assert isinstance(leaf.grad, DTensor)
-        return [output.full_tensor().detach(), leaf.grad.full_tensor()]
-
-    mine = run(torch.compile(loss, backend="slime_fused", options=EAGER))
-    return mine, run(loss), slime_compile.reports()[-1].fused
+    mine = dtensor_step(rank, torch.compile(loss, backend="slime_fused", options=EAGER))
+    return mine, dtensor_step(rank, loss), slime_compile.reports()[-1].fused
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["redistributed", "loss_parallel"])
@@ -121,6 +126,31 @@ def test_dtensor(parallel: bool) -> None:
     for mine, eager, fused in on_ranks(2, sharded_dtensor, parallel):
         torch.testing.assert_close(mine, eager)
         assert fused == 2
+
+
+def sharded_dtensor_twice(rank: int, cache: str) -> list[Any]:
+    """The second time the code comes from the cache, in which the other rank's lies, too."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    found = []
+    with loss_parallel():
+        for _ in range(2):
+            torch._dynamo.reset()
+            fn = torch.compile(
+                F.cross_entropy, backend="slime_fused", options=EAGER | {"inner": "inductor"}
+            )
+            mine = dtensor_step(rank, fn)
+            cached = slime_compile.reports()[-1].to_dict()["graphs"][0]["cached"]
+            found.append((mine, dtensor_step(rank, F.cross_entropy), cached))
+            dist.barrier()
+    return found
+
+
+def test_dtensor_from_the_compile_cache(tmp_path: Path) -> None:
+    for each in on_ranks(2, sharded_dtensor_twice, str(tmp_path)):
+        assert not isinstance(each, Exception), each
+        for mine, eager, _ in each:
+            torch.testing.assert_close(mine, eager)
+        assert [cached for *_, cached in each] == [False, True]
 
 
 # ---- ranks with another history ------------------------------------------------------------------------------------

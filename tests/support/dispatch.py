@@ -1,5 +1,6 @@
-"""What operators do in a `with` block: the storages that they make, the collectives that they run."""
+"""What operators do in a `with` block: the storages that they make, how often they are called."""
 
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
@@ -28,15 +29,26 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-class Collectives(TorchDispatchMode):
-    """Counts what goes to the process group, in the forward and, on CPU, the backward."""
+class Calls(TorchDispatchMode):
+    """Counts the operators of some namespaces, in the forward and, on CPU, the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *namespaces: str) -> None:
         super().__init__()
-        self.count = 0
+        self.namespaces = namespaces
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self.calls.total()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.count += func.namespace in ("c10d", "_c10d_functional")
+        if func.namespace in self.namespaces:
+            self.calls[func.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Collectives(Calls):
+    def __init__(self) -> None:
+        super().__init__("c10d", "_c10d_functional")

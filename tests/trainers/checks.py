@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime_compile.integrations import known
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Names = Callable[[], list[Any]]
 """What an integration puts functions in the place of, as it is now."""
 
@@ -27,6 +31,16 @@ def check_runs(
     for way, bound in bounds.items():
         assert runs[way].losses == pytest.approx(plain.losses, **near), way
         assert runs[way].peak_bytes < bound * logits_bytes, way
+
+
+def on_one_of_the_ranks(rank: int, name: str, steps: int) -> Any:
+    """An example's runs, and what the graphs of each became: reports stay in their process."""
+    sys.path.insert(0, str(EXAMPLES))
+    runs = importlib.import_module(name).main(["--steps", str(steps)])
+    told = {way: [r.to_dict() for r in run.reports if r.fused] for way, run in runs.items()}
+    for run in runs.values():
+        run.reports = []
+    return runs, told
 
 
 def check_on_and_off(integration: Any, names: Names) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.trainers.checks import EXAMPLES
+
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "examples"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +27,19 @@ def test_the_example(example: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "fused_accumulation"), [(False, False), (False, True), (True, False)]
+    ("overlap", "fused_accumulation", "tied"),
+    [(False, False, False), (False, True, False), (True, False, False), (False, False, True)],
 )
 def test_main_grad(
     overlap: bool,
     fused_accumulation: bool,
+    tied: bool,
     example: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all parameters, after two micro-batches, and again after `zero_grad_buffer`; in float32, where it is exact.
+
+    `tied`: the head's weight is the embedding's, which Megatron hands to the head at each call.
 
     There Megatron's cross entropy works in the logits themselves, which backward of the compiled loss must not read.
 
@@ -45,6 +50,8 @@ def test_main_grad(
     config = megatron.TransformerConfig
     in_float32 = {"bf16": False, "params_dtype": torch.float32}
     monkeypatch.setattr(megatron, "TransformerConfig", lambda **k: config(**k | in_float32))
+    made = functools.partial(megatron.GPTModel, share_embeddings_and_output_weights=tied)
+    monkeypatch.setattr(megatron, "GPTModel", made)
     size = (2, megatron.BATCH, megatron.LENGTH + 1)
     draws = [torch.randint(256, size, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     found: dict[str, list[torch.Tensor]] = {}

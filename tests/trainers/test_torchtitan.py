@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import on_ranks
-from tests.trainers.checks import check_runs
-from tests.trainers.conftest import EXAMPLES
+from tests.trainers.checks import check_runs, on_one_of_the_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed; make test-trainers does")
 pytest.importorskip("spmd_types", reason="torchtitan's losses import spmd_types")
@@ -30,19 +27,9 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 0, 1]
 
 
-def on_one_of_the_ranks(rank: int) -> Any:
-    """Each run's losses and peak, and what its graphs became: reports stay in their process."""
-    sys.path.insert(0, str(EXAMPLES))
-    runs = importlib.import_module("torchtitan_tensor_parallel").main(["--steps", str(STEPS)])
-    told = {way: [r.to_dict() for r in run.reports if r.fused] for way, run in runs.items()}
-    for run in runs.values():
-        run.reports = []
-    return runs, told
-
-
 def test_the_example_over_two_ranks(example: Callable[[str], Any]) -> None:
     logits_bytes = example("torchtitan_tensor_parallel").LOGITS_BYTES
-    for found in on_ranks(2, on_one_of_the_ranks):
+    for found in on_ranks(2, on_one_of_the_ranks, "torchtitan_tensor_parallel", STEPS):
         assert not isinstance(found, Exception), found
         runs, told = found
         assert len(set(runs["as it is"].losses)) == STEPS  # it trains

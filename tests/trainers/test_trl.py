@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="trl is not installed; make test-trainers does
 import trl.trainer.grpo_trainer
 
 from slime_compile.integrations import trl as integration
+from tests.support.dispatch import Calls
 from tests.trainers.checks import check_another_release, check_not_known
 
 if hasattr(trl.trainer.grpo_trainer, "selective_log_softmax"):
@@ -109,12 +110,18 @@ TRAINERS: dict[str, tuple[float, float, list[str]]] = {
     "trl_dpo": (10.0, 0.52, ["entropy", "mean_token_accuracy", "logits/chosen", "rewards/chosen"]),
 }
 
+# of the statistics, in a step; GRPO's log-probs before an update serve two steps, DPO has a reference
+STATISTICS = {"trl_grpo": 1.5, "trl_sft": 1, "trl_dpo": 2}
+
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_examples(name: str, example: Callable[[str], Any]) -> None:
     module = example(name)
-    runs = module.main(["--steps", str(STEPS)])
+    with Calls("slime_fused") as operators:
+        runs = module.main(["--steps", str(STEPS)])
     theirs, ours = runs["trl"], runs["slime_compile"]
+    calls = {"linear_row_stats.default": STATISTICS[name] * STEPS, "linear_row_grad.default": STEPS}
+    assert operators.calls == calls
     least, most, metrics = TRAINERS[name]
     assert len(theirs.losses) == STEPS
     assert len(set(theirs.losses)) == STEPS  # it trains
