@@ -4,7 +4,7 @@ Each mutant is one exact replacement in one file of a temporary copy of the pack
 it. Killed: a test fails. Survived: they all pass, so that nothing holds the precondition. The list is written by hand,
 what a person could forget to check: in the rules, the packer, the collectives and the in-place checks, when a graph is
 compiled and when it runs. It is data, and longer than a file should be. `python tests/mutants.py NAME ...` runs some of
-them; `--workers N` several at a time.
+them; `--workers N` several at a time. Nothing is run without a mutant: that is `make test`, which has to pass before.
 """
 
 from __future__ import annotations
@@ -1682,6 +1682,11 @@ MUTANTS = [
             "another dtype is no difference", "verify.py", "test_verify.py",
             "        if want.dtype != have.dtype or want.shape != have.shape:\n",
             "        if want.shape != have.shape:\n",
+        ),
+        (
+            "all ranks share the code over a DTensor", "../slime_compile/backend/inductor.py", "test_vocabulary_parallel_processes.py compile_cache",
+            "tuple(held.items()), record.rank, tuple(user))",
+            "tuple(held.items()), tuple(user))",
         ),
         (
             "no row holds garbage", "verify.py", "test_verify.py garbage",
