@@ -1684,6 +1684,46 @@ MUTANTS = [
             "        if want.shape != have.shape:\n",
         ),
         (
+            "picked columns are rows", "picked_rows.py", "test_picked_rows.py stays",
+            "    return last < rank_of(rows)\n",
+            "    return True\n",
+        ),
+        (
+            "a mask is over one dimension", "picked_rows.py", "test_picked_rows.py stays",
+            "dims += rank_of(index) if is_mask else 1",
+            "dims += 1",
+        ),
+        (
+            "what reads picked rows sums them", "picked_rows.py", "test_picked_rows.py stay",
+            "    return bool(summed) and all(_sums_columns(user) for user in summed)\n",
+            "    return any(_sums_columns(user) for user in summed)\n",
+        ),
+        (
+            "any sum is over the vocabulary", "picked_rows.py", "test_picked_rows.py stays",
+            "    return any(dim % rank == rank - 1 for dim in _dims(user))\n",
+            "    return True\n",
+        ),
+        (
+            "a mean over columns is one over rows", "picked_rows.py", "test_picked_rows.py summed",
+            "            whole = emit.call(aten.div.Tensor, whole, columns)\n",
+            "",
+        ),
+        (
+            "picked rows are summed in half precision", "picked_rows.py", "test_picked_rows.py half",
+            "torch.promote_types(value(rows).dtype, torch.float32)",
+            "value(rows).dtype",
+        ),
+        (
+            "numbers per row leave as columns that share their memory", "picked_rows.py", "test_picked_rows.py leaves",
+            "    alone = all(is_elementwise(u) and u.target not in SAME_VALUE for u in readers)\n",
+            "    alone = True\n",
+        ),
+        (
+            "what is put in is the same in all columns", "picked_rows.py", "test_picked_rows.py stays",
+            "        if rank_of(source) and not same(shape_of(source)[-1], 1):\n            return None\n",
+            "",
+        ),
+        (
             "all ranks share the code over a DTensor", "../slime_compile/backend/inductor.py", "test_vocabulary_parallel_processes.py compile_cache",
             "tuple(held.items()), record.rank, tuple(user))",
             "tuple(held.items()), tuple(user))",

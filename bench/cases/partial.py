@@ -16,17 +16,20 @@ Program = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def inputs_of(program: Program, rows: int, vocab: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """`logits` and `teacher` `[rows, vocab]`, `target` `[rows]`, `keep` bool `[rows]`, `allowed` bool `[rows, vocab]`
-    (half of all columns and each row's target), `columns` bool `[vocab]` (the first nine tenths).
+    """`logits` and `teacher` `[rows, vocab]`, `target` `[rows]`, `keep` bool `[rows]`, `rows` the numbers of those to
+    keep, `allowed` bool `[rows, vocab]` (half of all columns and each row's target), `columns` bool `[vocab]` (the
+    first nine tenths).
     """
     drawn = torch.Generator().manual_seed(0)
+    keep = torch.rand([rows], generator=torch.Generator().manual_seed(1)) < 0.8
     target = torch.randint(0, vocab // 2, [rows], generator=drawn)
     allowed = torch.rand([rows, vocab], generator=drawn) < 0.5
     made = {
         "logits": 3 * torch.randn([rows, vocab], generator=drawn).to(dtype),
         "teacher": 3 * torch.randn([rows, vocab], generator=drawn).to(dtype),
         "target": target,
-        "keep": torch.rand([rows], generator=drawn) < 0.8,
+        "keep": keep,
+        "rows": keep.nonzero().squeeze(1),
         "allowed": allowed.scatter_(1, target[:, None], True),
         "columns": torch.arange(vocab) < int(0.9 * vocab),
     }
@@ -59,14 +62,23 @@ def reverse_kl(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
     return -(gained.sum(-1) * keep).sum() / keep.sum()
 
 
-def jensen_shannon(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Generalised, from the logarithm of a mixture, as TRL's GKD has it."""
+def _jensen_shannon(logits: Tensor, teacher: Tensor) -> Tensor:
+    """`[rows, vocab]`: generalised, from the logarithm of a mixture, as TRL's GKD has it."""
     p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
     weights = torch.tensor([0.5, 0.5], device=logits.device).log()
     mixture = torch.logsumexp(torch.stack([p + weights[0], q + weights[1]]), 0)
     to_p = F.kl_div(mixture, p, reduction="none", log_target=True)
     to_q = F.kl_div(mixture, q, reduction="none", log_target=True)
-    return (0.5 * to_p + 0.5 * to_q).sum(-1).mean()
+    return 0.5 * to_p + 0.5 * to_q
+
+
+def jensen_shannon(logits: Tensor, teacher: Tensor) -> Tensor:
+    return _jensen_shannon(logits, teacher).sum(-1).mean()
+
+
+def jensen_shannon_of_rows(logits: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
+    """Of picked rows: TRL drops the padding after all is computed, by a mask."""
+    return _jensen_shannon(logits, teacher)[rows].sum() / len(rows)
 
 
 class _SoftCrossEntropyKept(torch.autograd.Function):
@@ -165,6 +177,7 @@ PROGRAMS: dict[str, Program] = {
         forward_kl,
         reverse_kl,
         jensen_shannon,
+        jensen_shannon_of_rows,
         soft_cross_entropy_kept,
         loss_and_reference_kl,
         masked_loss,

@@ -23,6 +23,7 @@ from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
+from fx_passes.picked_rows import sum_first
 from fx_passes.row_demand import demand_rows
 from fx_passes.stacks import unstack
 from fx_passes.whole_logits import use_whole_logits
@@ -153,6 +154,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
     def edit() -> None:
         _trace("slime_fused_before", graph)
         unstack(graph, options.min_vocab)
+        sum_first(graph, options.min_vocab)
         found = fx_passes.fuse(graph, options.fuse_config())
         if options.lm_head:
             found = linear(graph, options.linear_config()).added_to(found)
