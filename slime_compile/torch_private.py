@@ -17,6 +17,7 @@ from fx_passes.torch_private import Interface
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
+    from torch._C._functorch import is_functorch_wrapped_tensor
     from torch._C._profiler import _EventType as ProfilerEvent
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends import registry as backend_registry
@@ -89,6 +90,7 @@ __all__ = [
     "has_internal_overlap",
     "inductor_config",
     "innermost_fn",
+    "is_functorch_wrapped_tensor",
     "list_mode_options",
     "min_cut_rematerialization_partition",
     "saved_tensors_hooks_at_work",
@@ -332,6 +334,12 @@ INTERFACES = {
         "deferred logits that a traced autograd.Function is given, which must be a tensor",
         "where Dynamo calls Function.forward; tests/deferred tell",
         ("call_apply",),
+        early=False,
+    ),
+    "is_functorch_wrapped_tensor": Interface(
+        "torch._C._functorch:is_functorch_wrapped_tensor",
+        "a head under torch.func.grad or vmap in eager code makes its logits at once",
+        "how torch.func tells its tensors from others",
         early=False,
     ),
     "skip_code": Interface(

@@ -1724,9 +1724,44 @@ MUTANTS = [
             "",
         ),
         (
-            "all ranks share the code over a DTensor", "../slime_compile/backend/inductor.py", "test_vocabulary_parallel_processes.py compile_cache",
-            "tuple(held.items()), record.rank, tuple(user))",
-            "tuple(held.items()), tuple(user))",
+            "all ranks share the code over a DTensor", "../slime_compile/backend/identity.py", "test_vocabulary_parallel_processes.py compile_cache",
+            "    unkeyed = (_rank(gm), _shared(example_inputs))\n",
+            "    unkeyed = (None, _shared(example_inputs))\n",
+        ),
+        (
+            "memory that inputs share does not matter", "../slime_compile/backend/identity.py", "../backend/test_shared_inputs.py",
+            "    unkeyed = (_rank(gm), _shared(example_inputs))\n",
+            "    unkeyed = (_rank(gm), ())\n",
+        ),
+        (
+            "inputs may overlap anywhere", "../slime_compile/backend/identity.py", "../backend/test_shared_inputs.py",
+            "shared.append((at, before, int(behind)))",
+            "shared.append((at, before, 0))",
+        ),
+        (
+            "an optimizer that writes data changes nothing", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
+            "        product.expired |= written or product.versions != product.read_versions()\n",
+            "        product.expired |= product.versions != product.read_versions()\n",
+        ),
+        (
+            "any step changes a weight", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
+            "        product.expired |= written or product.versions != product.read_versions()\n",
+            "        product.expired = True\n",
+        ),
+        (
+            "a leaf's product is not watched", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
+            "        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))\n        _watch(made)\n",
+            "        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))\n",
+        ),
+        (
+            "a reentrant checkpoint may return what is no tensor", "../slime_compile/deferred/handle.py", "../deferred/test_compiled.py around_the_head",
+            "            run_by_function() or any(",
+            "            any(",
+        ),
+        (
+            "a frozen weight may be thawed", "../slime_compile/deferred/expressions.py", "../deferred/test_eager.py heads_line",
+            "    return parameter.view_as(parameter) if used else parameter.detach()\n",
+            "    return parameter.view_as(parameter) if used else parameter\n",
         ),
         (
             "no row holds garbage", "verify.py", "test_verify.py garbage",

@@ -3,6 +3,7 @@
 Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, which is in the identity of our passes in torch's caches.
 """
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from slime_compile.report.record import Record, is_wide, outermost_frame
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
     """What is known about a graph from the start."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
-    rank = _rank(gm)
+    unkeyed = (_rank(gm), _shared(example_inputs))
     return Record(
         _name(gm),
-        _identity(gm, options, held, rank),
+        _identity(gm, options, held, unkeyed),
         held,
-        rank=rank,
+        unkeyed=unkeyed,
         lines=_lines(gm),
         ended_by=graph_break(gm),
         compile_id=compile_id(),
@@ -60,6 +61,26 @@ def _rank(gm: GraphModule) -> int | None:
     return dist.get_rank() if any(isinstance(v, tensors.DTensor) for v in values) else None
 
 
+def _shared(inputs: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+    """Inputs that share memory: each with the first of its memory, and how far behind that it begins.
+
+    Where one is changed in place, AOTAutograd makes other code for them, and its cache's key knows the inputs one by
+    one (torch 2.15).
+    """
+    first: dict[int, int] = {}
+    shared = []
+    for at, tensor in enumerate(inputs):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            with contextlib.suppress(
+                NotImplementedError
+            ):  # some subclasses have no storage of their own
+                before = first.setdefault(tensor.untyped_storage()._cdata, at)
+                if before != at:
+                    behind = tensor.storage_offset() - inputs[before].storage_offset()
+                    shared.append((at, before, int(behind)))
+    return tuple(shared)
+
+
 def _held(tensor: Any) -> str:
     """Why autograd forbids writing over an input of the graph, or nothing."""
     if not isinstance(tensor, torch.Tensor):
@@ -84,7 +105,7 @@ def _source_hash() -> str:
 SOURCES = _source_hash()
 
 
-def _identity(gm: GraphModule, options: Options, held: dict[int, str], rank: int | None) -> str:
+def _identity(gm: GraphModule, options: Options, held: dict[int, str], unkeyed: object) -> str:
     """The same for the same graph and options in every process, so that a cached graph finds its report."""
     inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     layouts = [
@@ -94,7 +115,7 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str], rank: int
     ]
     # who may overwrite what is in the identity of our passes only where something may be overwritten
     kept = sorted(held.items()) if options.consume_logits is True else ()
-    text = repr((gm.code, layouts, kept, rank, torch.is_grad_enabled(), options.key(), SOURCES))
+    text = repr((gm.code, layouts, kept, unkeyed, torch.is_grad_enabled(), options.key(), SOURCES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

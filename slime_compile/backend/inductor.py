@@ -72,10 +72,10 @@ class _Pass(CustomGraphPass):
             return None
         record = process.record(self.number)
         if record.abandoned:
-            return ("slime_fused", "unfused", record.rank, tuple(user))
+            return ("slime_fused", "unfused", record.unkeyed, tuple(user))
         held = record.held if self.options.consume_logits is True else {}
         own = ("slime_fused", type(self).__name__, __version__, SOURCES, check_ranks.group_sizes())
-        return (*own, self.options.key(), tuple(held.items()), record.rank, tuple(user))
+        return (*own, self.options.key(), tuple(held.items()), record.unkeyed, tuple(user))
 
 
 class _JointPass(_Pass):

@@ -1,8 +1,9 @@
-"""Whether the line that reads deferred logits is in an `autograd.Function`, which has not been given a tensor then.
+"""Whether an `autograd.Function` runs the line that makes or reads deferred logits.
 
-Entry point: `within_function`. Autograd gives a Function's result the Function's backward if one of the arguments is a
-tensor that requires grad. Deferred logits are none: in eager code the gradient would be lost, under Dynamo the forward
-would be differentiated in place of the backward.
+Entry points: `run_by_function` where they are made, `within_function` where they are read. Autograd gives a Function's
+result the Function's backward if one of the arguments is a tensor that requires grad, and the result is one. Deferred
+logits are none: in eager code the gradient would be lost, under Dynamo the forward would be differentiated in place of
+the backward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from types import CodeType
 import torch
 from torch.autograd.function import Function
 
-__all__ = ["within_function"]
+__all__ = ["run_by_function", "within_function"]
+
+
+_FORWARD = ("forward", "setup_context")
+_BACKWARD = ("backward", "vjp")
 
 
 def within_function() -> bool:
@@ -23,7 +28,16 @@ def within_function() -> bool:
 
 
 def _run() -> bool:
-    return not torch.is_grad_enabled() and _is_below(set(_codes(Function)))
+    return not torch.is_grad_enabled() and _is_below(set(_codes(Function, _FORWARD)))
+
+
+def run_by_function() -> bool:
+    """Whether a Function's forward or backward runs the line: a reentrant checkpoint runs a part of a model in both.
+
+    What its forward returns gets its backward if it is a tensor.
+    """
+    forward = () if torch.is_grad_enabled() else _codes(Function, _FORWARD)
+    return _is_below({*forward, *_codes(Function, _BACKWARD)})
 
 
 @torch.compiler.assume_constant_result
@@ -34,13 +48,13 @@ def _traced() -> bool:
     return _run() or _is_below({AutogradFunctionVariable.call_apply.__code__})
 
 
-def _codes(function: type[Function]) -> Iterator[CodeType]:
-    """What `apply` calls with the arguments, of every Function there is; `apply` has no frame from torch 2.15 on."""
+def _codes(function: type[Function], methods: tuple[str, ...]) -> Iterator[CodeType]:
+    """Of every Function there is; `apply`, which calls them, has no frame from torch 2.15 on."""
     for kind in function.__subclasses__():
-        for method in (kind.forward, kind.setup_context):
+        for method in (getattr(kind, name) for name in methods):
             if hasattr(method, "__code__"):
                 yield method.__code__
-        yield from _codes(kind)
+        yield from _codes(kind, methods)
 
 
 def _is_below(codes: Set[CodeType]) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = ["Applied", "Expression", "Product", "changed_copy", "packed_transpose"]
@@ -63,8 +64,22 @@ class Product:
         if torch.compiler.is_compiling():
             return cls(hidden, weight, bias, cast, torch.is_grad_enabled())
         weight, bias = _reachable(weight), None if bias is None else _reachable(bias)
+        if not hidden.requires_grad:
+            hidden = hidden.detach()  # whatever becomes of it later
         made = cls(hidden, weight, bias, cast, torch.is_grad_enabled(), told=told)
         made.versions = made.read_versions()
+        _watch(made)
+        return made
+
+    def of_hidden(self, hidden: Tensor) -> Product:
+        """The same of another tensor that holds the same numbers; what has become of the weight meanwhile counts."""
+        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))
+        _watch(made)
+        return made
+
+    def detached(self) -> Product:
+        bias = None if self.bias is None else self.bias.detach()
+        made = replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
         _watch(made)
         return made
 
@@ -127,6 +142,9 @@ class Product:
         every = (self.hidden, self.weight, self.bias)
         return [each for each in every if each is not None]
 
+    def parameters(self) -> list[Tensor]:
+        return self._read()[1:]
+
     def read_versions(self) -> tuple[int, ...]:
         return tuple(_version(each) for each in self._read())
 
@@ -153,9 +171,12 @@ _FREED = (
 
 
 def _reachable(parameter: Tensor) -> Tensor:
-    """A view: DDP looks for unused parameters behind the `grad_fn` of what a model returns, and a leaf has none."""
+    """A view: DDP looks for unused parameters behind the `grad_fn` of what a model returns, and a leaf has none.
+
+    Detached where no gradient goes through it at that line, whatever becomes of the parameter later.
+    """
     used = parameter.requires_grad and torch.is_grad_enabled()
-    return parameter.view_as(parameter) if used else parameter
+    return parameter.view_as(parameter) if used else parameter.detach()
 
 
 def _version(tensor: Tensor) -> int:
@@ -304,7 +325,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 # NOTE [Weights that an optimizer changes]
 # In eager code a product compares the versions of what it reads. A compiled function cannot: Dynamo has no guard on a
-# tensor's version. It guards on `expired`, which is set here after every step of an optimizer.
+# tensor's version. It guards on `expired`, which is set here after every step of an optimizer: where a version is
+# another one, and where the optimizer was given a gradient of what is read (it may write `p.data`, which has no
+# version).
 
 _alive: weakref.WeakSet[Product] = weakref.WeakSet()
 _watching = False
@@ -319,5 +342,17 @@ def _watch(product: Product) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    changed = {_storage(p) for p in every if p.grad is not None and _is_plain(p)}
     for product in list(_alive):
-        product.expired |= product.versions != product.read_versions()
+        parameters = product.parameters()
+        written = any(_storage(each) in changed for each in parameters)
+        product.expired |= written or product.versions != product.read_versions()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

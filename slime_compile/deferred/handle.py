@@ -18,11 +18,13 @@ from slime_compile.deferred import (
     places,
     pytree,
 )
+from slime_compile.deferred.autograd_functions import run_by_function
 from slime_compile.deferred.expressions import Product
 from slime_compile.deferred.frames import only_inlined
 from slime_compile.deferred.head import head_of, method_of
 from slime_compile.deferred.logits import DeferredLogits
 from slime_compile.deferred.places import Places
+from slime_compile.torch_private import is_functorch_wrapped_tensor
 
 __all__ = ["DeferHandle", "defer_logits"]
 
@@ -38,7 +40,8 @@ def defer_logits(
     tells of all.
 
     Nothing is deferred in evaluation mode (unless `in_eval`), while a model is traced or exported, where a backward
-    hook is on the head (it needs the logits' gradient), and where hidden or weight is no plain tensor (a DTensor).
+    hook is on the head (it needs the logits' gradient), where hidden or weight is no plain tensor (a DTensor, one of
+    torch.func's), and where an autograd.Function runs the head (a reentrant checkpoint).
 
     Args:
         model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
@@ -117,7 +120,11 @@ class DeferHandle:
             return False
         if module._backward_hooks or module._backward_pre_hooks or jit.is_tracing():
             return False
-        return type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+        if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
+            return False
+        return torch.compiler.is_compiling() or not (
+            run_by_function() or any(is_functorch_wrapped_tensor(each) for each in (input, weight))
+        )
 
     def remove(self) -> None:
         """The head computes its logits again; what it has handed out stays as it is. More than once does no harm."""

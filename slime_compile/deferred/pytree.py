@@ -43,9 +43,9 @@ def _unflatten(leaves: Any, logits: DeferredLogits) -> Any:
             "give it logits.tensor()"
         )
     if old.hidden.requires_grad and not leaf.requires_grad:
-        product = _detached(old)
+        product = old.detached()
     else:
-        product = dataclasses.replace(old, hidden=leaf.to(old.hidden.dtype), versions=())
+        product = old.of_hidden(leaf.to(old.hidden.dtype))
     made = _replaced(logits.expression, product)
     if leaf.dtype != old.hidden.dtype:
         made = Applied.of(made, "to", (leaf.dtype,), {})
@@ -57,13 +57,6 @@ def _product(expression: Expression) -> Product:
         assert expression.before is not None
         expression = expression.before
     return expression
-
-
-def _detached(product: Product) -> Product:
-    bias = None if product.bias is None else product.bias.detach()
-    return dataclasses.replace(
-        product, hidden=product.hidden.detach(), weight=product.weight.detach(), bias=bias
-    )
 
 
 def _replaced(expression: Expression, product: Product) -> Expression:

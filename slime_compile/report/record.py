@@ -43,7 +43,7 @@ class Record:
         name: the user's function and its file.
         identity: the same for the same graph and options in every process.
         held: inputs that may not be overwritten, and why.
-        rank: this process's, where the compiled code is of one rank and torch's cache does not know it.
+        unkeyed: what the compiled code depends on and torch's cache does not know.
         lines: the user's line of each node of Dynamo's graph, "" where there is none.
         ended_by: the graph break after this graph.
         compile_id: torch's number of this compilation.
@@ -62,14 +62,14 @@ class Record:
         ended_by: Frame | None = None,
         compile_id: str = "",
         has_vocabulary: bool = True,
-        rank: int | None = None,
+        unkeyed: object = None,
     ):
         self.number = -1
         self.time = 0.0
         self.name = name
         self.identity = identity
         self.held = held
-        self.rank = rank
+        self.unkeyed = unkeyed
         self.lines = tuple(lines)
         self.ended_by = ended_by
         self.compile_id = compile_id

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import slime_compile
@@ -159,6 +160,26 @@ def test_logits_that_leave_the_function(tokens: Tensor) -> None:
         cut.tensor()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_head(reentrant: bool, fused: bool, tokens: Tensor) -> None:
+    """A reentrant one is an autograd.Function, which must return a tensor: nothing is deferred there."""
+    model = Model()
+
+    def step() -> Tensor:
+        embedded = model.embedding(tokens)
+        logits = checkpoint(model.lm_head, embedded.tanh(), use_reentrant=reentrant)
+        assert isinstance(logits, DeferredLogits) == (deferred and not reentrant)
+        loss: Tensor = function(logits, tokens) + embedded.square().sum()
+        return loss
+
+    function, deferred = causal, False
+    want = gradients(model, step)
+    defer_logits(model)
+    function, deferred = compiled(causal) if fused else causal, True
+    same(gradients(model, step), want)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 def test_gradient_checkpointing(reentrant: bool, inner: bool, tokens: Tensor) -> None:
@@ -228,18 +249,55 @@ def test_an_autograd_function_is_given_the_tensor(backend: str | None, tokens: T
     same(gradients(model, lambda: function(model(tokens))), want)
 
 
+class WritesData(torch.optim.Optimizer):
+    """Which no version counter sees."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+ON_THE_WAY: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda logits: logits,
+    "detached": lambda logits: tree_map(Tensor.detach, logits),
+    "copied": lambda logits: tree_map(Tensor.clone, logits),  # as DDP does it
+    "cast": lambda logits: tree_map(Tensor.double, logits),
+}
+
+
+@pytest.mark.parametrize("on_the_way", ON_THE_WAY)
+@pytest.mark.parametrize("kind", ["SGD", "WritesData"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_step_before_the_loss(fused: bool, tokens: Tensor) -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_an_optimizer_step_before_the_loss(
+    fused: bool, kind: str, on_the_way: str, tokens: Tensor
+) -> None:
+    model = Model(bias=True)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "SGD"
+        else WritesData(model.parameters(), {})
+    )
     defer_logits(model)
     function = compiled(causal) if fused else causal
     function(model(tokens), tokens).backward()
-    late = model(tokens)
+    late = ON_THE_WAY[on_the_way](model(tokens))
     optimizer.step()
     with pytest.raises(Exception, match="has been overwritten since the head ran"):
         function(late, tokens)
     assert function(model(tokens), tokens).isfinite()
+
+
+def test_a_step_that_changes_other_weights(tokens: Tensor) -> None:
+    model = Model()
+    model.lm_head.requires_grad_(False)
+    optimizer = WritesData(model.body.parameters(), {})
+    defer_logits(model)
+    function = compiled(causal)
+    function(model(tokens), tokens).backward()
+    late = model(tokens)
+    optimizer.step()
+    assert function(late, tokens).isfinite()
 
 
 CHANGES: list[Callable[[Any], Any]] = [

@@ -463,6 +463,38 @@ def test_operands_that_are_overwritten(what: str, tokens: Tensor) -> None:
         logits.exp()
 
 
+@pytest.mark.parametrize("what", ["weight", "hidden"])
+def test_what_has_no_gradient_at_the_heads_line_gets_none(what: str, tokens: Tensor) -> None:
+    head = nn.Linear(8, VOCAB)
+    hidden = torch.randn(2, 8)
+    frozen = head.weight if what == "weight" else hidden
+    defer_logits(head, head)
+    frozen.requires_grad_(False)
+    logits = head(hidden)
+    frozen.requires_grad_()
+    logits.square().sum().backward()
+    assert frozen.grad is None
+    assert head.bias.grad is not None
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_under_torch_func(transform: str, tokens: Tensor) -> None:
+    model = Model()
+
+    def loss(weight: Tensor) -> Tensor:
+        given = {"lm_head.weight": weight}
+        made: Tensor = torch.func.functional_call(model, given, (tokens,)).exp().sum()
+        return made
+
+    weights = model.lm_head.weight.detach()
+    if transform == "vmap":
+        weights = torch.stack([weights, 2 * weights])
+    function = getattr(torch.func, transform)(loss)
+    want = function(weights)
+    defer_logits(model)
+    same(function(weights), want)
+
+
 def test_a_weight_without_memory(tokens: Tensor) -> None:
     model = Model()
     defer_logits(model)
