@@ -26,10 +26,8 @@ _TOLERANCE: dict[torch.dtype | None, float] = {
 
 class _AlikeRanks(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if (
-            target is torch.ops.aten._assert_async.msg
-        ):  # random data keep no promise of the program's
-            return None
+        if target is torch.ops.aten._assert_async.msg:
+            return None  # random data keep no promise of the program's
         if getattr(target, "namespace", "") != "_c10d_functional":
             return super().call_function(target, args, kwargs)
         name = target._schema.name.split("::")[-1]
@@ -116,7 +114,7 @@ def _random(node: Node) -> Any:
 
 def _special(values: torch.Tensor) -> None:
     """Zeros and repetitions in place, for `_random`."""
-    rows = values.view(-1, values.shape[-1]) if values.dim() > 1 else values.view(-1, 1)
+    rows = values.flatten(0, -2) if values.dim() > 1 else values.view(-1, 1)
     rows[torch.randperm(rows.shape[0], device=rows.device)[: (rows.shape[0] + 1) // 3]] = 0
     rows[7::7] = rows[6:-1:7]
 
@@ -126,6 +124,6 @@ def _with_garbage(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or value.dim() < 2:
         return value
     made = value.clone()
-    rows = made.view(-1, made.shape[-1])
+    rows = made.flatten(0, -2)
     rows[2::5], rows[3::5] = math.nan, math.inf
     return made

@@ -1735,8 +1735,8 @@ MUTANTS = [
         ),
         (
             "inputs may overlap anywhere", "../slime_compile/backend/identity.py", "../backend/test_shared_inputs.py",
-            "shared.append((at, before, int(behind)))",
-            "shared.append((at, before, 0))",
+            "shared.append((at, before, str(behind)))",
+            'shared.append((at, before, ""))',
         ),
         (
             "an optimizer that writes data changes nothing", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",

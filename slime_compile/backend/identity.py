@@ -61,7 +61,7 @@ def _rank(gm: GraphModule) -> int | None:
     return dist.get_rank() if any(isinstance(v, tensors.DTensor) for v in values) else None
 
 
-def _shared(inputs: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+def _shared(inputs: Sequence[Any]) -> tuple[tuple[int, int, str], ...]:
     """Inputs that share memory: each with the first of its memory, and how far behind that it begins.
 
     Where one is changed in place, AOTAutograd makes other code for them, and its cache's key knows the inputs one by
@@ -70,14 +70,13 @@ def _shared(inputs: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
     first: dict[int, int] = {}
     shared = []
     for at, tensor in enumerate(inputs):
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            with contextlib.suppress(
-                NotImplementedError
-            ):  # some subclasses have no storage of their own
-                before = first.setdefault(tensor.untyped_storage()._cdata, at)
-                if before != at:
-                    behind = tensor.storage_offset() - inputs[before].storage_offset()
-                    shared.append((at, before, int(behind)))
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            continue
+        with contextlib.suppress(NotImplementedError):  # some subclasses have no storage
+            before = first.setdefault(tensor.untyped_storage()._cdata, at)
+            if before != at:
+                behind = tensor.storage_offset() - inputs[before].storage_offset()
+                shared.append((at, before, str(behind)))
     return tuple(shared)
 
 
