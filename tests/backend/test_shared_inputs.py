@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,13 @@ def given(how: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), list(permutations(["halves", "overlapping", "apart", "the same"], 2))
+    ("first", "second"),
+    [
+        ("halves", "overlapping"),
+        ("apart", "overlapping"),
+        ("apart", "the same"),
+        ("the same", "apart"),
+    ],
 )
 def test_code_of_other_inputs_is_not_taken(
     first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
