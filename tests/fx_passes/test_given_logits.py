@@ -194,10 +194,11 @@ def check(row: Row, found: list[dict[str, Any]]) -> None:
 
 
 def _marks(row: Row) -> Any:
-    """Beside what `make test` runs, CI runs all that have no option."""
+    """Beside what `make test` runs, CI runs all that have no option; of heads without inductor's code."""
     if row in QUICK:
         return ()
-    return pytest.mark.thorough if row.option == "plain" else pytest.mark.slow
+    compiles = row.handed in OF_HEADS and row.inner == "inductor"
+    return pytest.mark.thorough if row.option == "plain" and not compiles else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
