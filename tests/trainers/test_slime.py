@@ -39,7 +39,8 @@ def test_the_example(module: Any) -> None:
     assert names() == before
     bounds = {"as it is": 4.4, "loss": 1.8, "deferred": 0.45}
     assert len(set(runs["as it is"].losses)) == STEPS  # it trains
-    check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, abs=1e-3)  # bfloat16
+    # weights in bfloat16 drift apart over the steps; below is float32
+    check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, abs=4e-3)
     assert runs["as it is"].peak_bytes > 4 * module.LOGITS_BYTES
     assert [run.chunked_heads for run in runs.values()] == [0, 0, 1]
     assert runs["loss"].fused == runs["deferred"].fused == 2
