@@ -1750,8 +1750,8 @@ MUTANTS = [
         ),
         (
             "a leaf's product is not watched", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
-            "        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))\n        _watch(made)\n",
-            "        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))\n",
+            "        made.versions = self.versions and (_version(hidden), *self.versions[1:])\n        _watch(made)\n",
+            "        made.versions = self.versions and (_version(hidden), *self.versions[1:])\n",
         ),
         (
             "a reentrant checkpoint may return what is no tensor", "../slime_compile/deferred/handle.py", "../deferred/test_compiled.py around_the_head",

@@ -17,7 +17,6 @@ from torch.autograd.function import Function
 
 __all__ = ["run_by_function", "within_function"]
 
-
 _FORWARD = ("forward", "setup_context")
 _BACKWARD = ("backward", "vjp")
 
@@ -36,8 +35,7 @@ def run_by_function() -> bool:
 
     What its forward returns gets its backward if it is a tensor.
     """
-    forward = () if torch.is_grad_enabled() else _codes(Function, _FORWARD)
-    return _is_below({*forward, *_codes(Function, _BACKWARD)})
+    return _run() or _is_below(set(_codes(Function, _BACKWARD)))
 
 
 @torch.compiler.assume_constant_result

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["Applied", "Expression", "Product", "changed_copy", "packed_transpose"]
+__all__ = ["Applied", "Expression", "Product", "changed_copy", "packed_transpose", "storage_of"]
 
 Expression: TypeAlias = "Product | Applied"
 
@@ -73,7 +73,8 @@ class Product:
 
     def of_hidden(self, hidden: Tensor) -> Product:
         """The same of another tensor that holds the same numbers; what has become of the weight meanwhile counts."""
-        made = replace(self, hidden=hidden, versions=(_version(hidden), *self.versions[1:]))
+        made = replace(self, hidden=hidden)
+        made.versions = self.versions and (_version(hidden), *self.versions[1:])
         _watch(made)
         return made
 
@@ -87,10 +88,7 @@ class Product:
         """With two dimensions of its rows exchanged: the same product of hidden with them exchanged."""
         self._check()
         with torch.set_grad_enabled(self.grad):
-            made = replace(self, hidden=self.hidden.transpose(first, second).contiguous())
-        made.versions = made.read_versions()
-        _watch(made)
-        return made
+            return self.of_hidden(self.hidden.transpose(first, second).contiguous())
 
     @property
     def device(self) -> torch.device:
@@ -334,7 +332,10 @@ _watching = False
 
 
 def _watch(product: Product) -> None:
+    """Not one that a compiled function made: it has no versions to compare."""
     global _watching
+    if not product.versions:
+        return
     _alive.add(product)
     if not _watching:
         register_optimizer_step_post_hook(_after_step)
@@ -343,10 +344,10 @@ def _watch(product: Product) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    changed = {_storage(p) for p in every if p.grad is not None and _is_plain(p)}
+    changed = {storage_of(p) for p in every if p.grad is not None and _is_plain(p)}
     for product in list(_alive):
         parameters = product.parameters()
-        written = any(_storage(each) in changed for each in parameters)
+        written = any(storage_of(each) in changed for each in parameters)
         product.expired |= written or product.versions != product.read_versions()
 
 
@@ -354,5 +355,5 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from fx_passes.graph.user_lines import skip_folder
 from slime_compile.deferred.autograd_functions import within_function
-from slime_compile.deferred.expressions import Applied, Expression, Product, packed_transpose
+from slime_compile.deferred.expressions import (
+    Applied,
+    Expression,
+    Product,
+    packed_transpose,
+    storage_of,
+)
 from slime_compile.deferred.methods import (
     CASTS,
     CHANGING,
@@ -106,7 +112,7 @@ class DeferredLogits:
             shared = name not in NEW_MEMORY
         else:
             vars(made)["_like"] = applied.on_meta(self._like)
-            shared = _storage(made._like) == _storage(self._like)
+            shared = storage_of(made._like) == storage_of(self._like)
         if shared:
             made.memory, made.version = self.memory, self.version
         return made
@@ -294,10 +300,6 @@ def _has_values(expression: Expression | None) -> bool:
             return True
         expression = expression.before if isinstance(expression, Applied) else None
     return False
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # ---- methods by name ------------------------------------------------------------------------------------------------

@@ -288,14 +288,17 @@ def test_an_optimizer_step_before_the_loss(
     assert function(model(tokens), tokens).isfinite()
 
 
-def test_a_step_that_changes_other_weights(tokens: Tensor) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("on_the_way", ON_THE_WAY)
+def test_a_step_that_changes_other_weights(on_the_way: str, whole: bool, tokens: Tensor) -> None:
     model = Model()
     model.lm_head.requires_grad_(False)
     optimizer = WritesData(model.body.parameters(), {})
     defer_logits(model)
     function = compiled(causal)
-    function(model(tokens), tokens).backward()
-    late = model(tokens)
+    run = torch.compile(model, backend="eager") if whole else model
+    function(run(tokens), tokens).backward()
+    late = ON_THE_WAY[on_the_way](run(tokens))
     optimizer.step()
     assert function(late, tokens).isfinite()
 

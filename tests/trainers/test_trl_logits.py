@@ -27,6 +27,6 @@ def test_the_example(example: Callable[[str], Any]) -> None:
     bounds = {"as it is": 4.2, "functions": 3.05, "deferred": 0.3}
     check_runs(runs, STEPS, bounds, module.LOGITS_BYTES, rel=1e-4, abs=1e-6)
     assert runs["as it is"].peak_bytes > 4 * module.LOGITS_BYTES
-    # completions of a second length, which the machine's arithmetic may sample, compile the entropy once more
-    assert [run.fused in (8, 10) for run in runs.values()] == [False, True, True]
-    assert [run.chunked_heads for run in runs.values()] in ([0, 0, 4], [0, 0, 5])
+    # beside the four graphs with gradients the functions' scores have none, and deferred one operator in each of two
+    assert [run.fused for run in runs.values()] == [0, 8, 10]
+    assert [run.chunked_heads for run in runs.values()] == [0, 0, 4]
