@@ -1479,6 +1479,11 @@ MUTANTS = [
             "",
         ),
         (
+            "coefficients keep a dimension of the rows", "linear/in_forward.py", "test_linear_in_forward.py rows_of_one",
+            "        if rest is None or len(rest) == dims:\n",
+            "        if rest is None or len(rest) >= dims:\n",
+        ),
+        (
             "columns of another row are a row's own", "linear/in_forward.py", "test_linear_in_forward.py wait",
             "        if not places or min(places) < 1:  # none listed: a sum of all",
             "        if not places:",

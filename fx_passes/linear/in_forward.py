@@ -92,10 +92,10 @@ def in_forward(
     units = Units(reached[0], descendants(tangents), emit)
     builder = _Builder(stats, picks, moving, units, rows, emit)
     results = [
-        builder.cells(terms, [PLAIN] * 3 + [MULTIPLE] * 2),  # type: ignore[arg-type]
-        builder.cells(affine, [MULTIPLE]),  # type: ignore[arg-type]
-        builder.cells(index, [PLAIN]),  # type: ignore[arg-type]
-        builder.cells(values, [MULTIPLE]),  # type: ignore[arg-type]
+        builder.cells(terms, 2, [PLAIN] * 3 + [MULTIPLE] * 2),  # type: ignore[arg-type]
+        builder.cells(affine, 1, [MULTIPLE]),  # type: ignore[arg-type]
+        builder.cells(index, 1, [PLAIN]),  # type: ignore[arg-type]
+        builder.cells(values, 1, [MULTIPLE]),  # type: ignore[arg-type]
     ]
     text = json.dumps({"values": builder.values, "results": results}, separators=(",", ":"))
     text = urllib.parse.quote(text, safe="{}[]:,/ ")  # inductor's C++ wrapper escapes no quotes
@@ -125,8 +125,11 @@ class _Builder:
 
     # -- results ---------------------------------------------------------------------------------
 
-    def cells(self, node: Node, degrees: Sequence[str]) -> int:
-        """The place of `node`, whose last dimension's entries must be of the given degrees, in turn."""
+    def cells(self, node: Node, dims: int, degrees: Sequence[str]) -> int:
+        """The place of `node`, [n, ...] with `dims` further dimensions.
+
+        The last one's entries must be of the given degrees, in turn.
+        """
         packed = node
         while packed.op == "call_function" and packed.target in RESHAPES:
             packed = packed.args[0]  # type: ignore[assignment]
@@ -139,7 +142,11 @@ class _Builder:
                 raise NotInForward(
                     f"a coefficient is not a multiple of the loss's gradient: {line_of(part)}"
                 )
-        return self.place(node)
+        place, rest = self.place(node), self._rest(node)
+        if rest is None or len(rest) == dims:
+            return place
+        flat = self._fixed_rest(node)[-dims:]  # rows were [N, 1]
+        return self._add(["rows", place, flat], self._degrees[place])
 
     def _degree(self, node: Node) -> str:
         return self._degrees[self.place(node)]

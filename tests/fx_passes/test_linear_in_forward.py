@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
-from slime_compile.ops import linear
+from slime_compile.ops import linear, native
 from tests.cases.heads import values_of
 from tests.cases.spellings import IGNORE, NV, Outputs, Spelling
 from tests.fx_passes.test_linear import (
@@ -235,6 +235,29 @@ def test_any_number_of_rows(fn: Loss, graphs: list[Graph]) -> None:
     harness.compare(function, row, torch.float32, data=row.data, draws=2, rows=harness.ROWS + 4)
     assert len(graphs) == made
     assert "taken in forward" in notes(last_report())[0]
+
+
+@pytest.mark.parametrize("kernels", ["C++", "torch calls"])
+@pytest.mark.parametrize("rows", [(6, 1), (2, 3, 1, 1), (1, 6)], ids=str)
+def test_rows_of_one(rows: tuple[int, ...], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coefficients [N, 1, ...] are coefficients [N, ...]."""
+    if kernels == "torch calls":
+        monkeypatch.setattr(native, "functions", lambda: None)
+
+    def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return (hidden @ weight.t()).log_softmax(-1).gather(-1, target.unsqueeze(-1)).sum()
+
+    hidden, weight, target = example()
+    count = math.prod(rows)
+    given = (hidden[:count].detach().view(*rows, -1).requires_grad_(), weight)
+    at = target[:count].view(rows)
+    found, wanted = (
+        torch.autograd.grad(each(*given, at), given)
+        for each in (always(fn), torch.compiler.disable(fn))
+    )
+    assert "taken in forward" in notes(last_report())[0]
+    for mine, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_under_inductor() -> None:
