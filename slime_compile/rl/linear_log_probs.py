@@ -140,8 +140,8 @@ def _as_autocast(*tensors: Tensor | None) -> list[Any]:
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not hidden.dtype.is_floating_point:
         raise ValueError(f"`hidden` must have a floating dtype, got {hidden.dtype}")
-    if hidden.dim() == 0:
-        raise ValueError("`hidden` must have shape [..., D], got a tensor without dimensions")
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"`hidden` must have shape [..., D], D > 0, got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted, given = f"[V, {hidden.shape[-1]}], V > 0", list(weight.shape)
         raise ValueError(f"`weight` must have shape {wanted}, got {given}")

@@ -13,6 +13,7 @@ Not handled: more than one response per sample.
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -173,11 +174,13 @@ def join_responses(values: Sequence[Tensor], packing: Packing, *, fill: float = 
     return joined
 
 
-def row_temperature(temperatures: Sequence[float], packing: Packing, logits: Tensor) -> Tensor:
+def row_temperature(
+    temperatures: Sequence[float] | Tensor, packing: Packing, logits: Tensor
+) -> Tensor:
     """Each row's temperature, from one per sample: rows are divided by `result.unsqueeze(-1)`.
 
     Args:
-        temperatures: of the rollout, per sample, above 0.
+        temperatures: of the rollout, per sample, above 0; as a tensor, [samples].
         packing: where the samples lie.
         logits: floating, what will be divided: gives device and dtype.
 
@@ -226,7 +229,7 @@ def packed_log_probs(
     tokens: Sequence[Tensor],
     packing: Packing,
     *,
-    temperature: float | Sequence[float] = 1.0,
+    temperature: float | Sequence[float] | Tensor = 1.0,
     with_entropy: bool = True,
     entropy_grad: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -244,7 +247,7 @@ def packed_log_probs(
             `group`, this rank's columns of them.
         tokens: per sample, `[total_length]` integer, see `shifted_targets`.
         packing: where the samples lie.
-        temperature: what logits are divided by, one number or one per sample.
+        temperature: what logits are divided by, one number (or a tensor of no dimensions) or one per sample.
         with_entropy: whether to return the entropies.
         entropy_grad: whether the entropies carry a gradient.
         group: tensor-parallel group over which the vocabulary is sharded, equally.
@@ -258,16 +261,12 @@ def packed_log_probs(
     """
     target = shifted_targets(tokens, packing)
     rows = flatten_logits(logits, packing)
-    of_rows = (
-        temperature
-        if isinstance(temperature, int | float)
-        else row_temperature(temperature, packing, rows)
-    )
+    of_rows = _of_rows(temperature, packing, rows)
     split = split_responses
     if torch.compiler.is_compiling():
         chosen, split = response_rows(packing).to(rows.device), split_response_rows
         rows, target = rows[chosen], target[chosen]
-        of_rows = of_rows[chosen] if isinstance(of_rows, Tensor) else of_rows
+        of_rows = of_rows[chosen] if isinstance(of_rows, Tensor) and of_rows.dim() else of_rows
     log_probs, entropy = log_probs_and_entropy(
         rows,
         target,
@@ -277,6 +276,17 @@ def packed_log_probs(
         entropy_grad=entropy_grad,
     )
     return split(log_probs, packing), None if entropy is None else split(entropy, packing)
+
+
+def _of_rows(
+    temperature: float | Sequence[float] | Tensor, packing: Packing, logits: Tensor
+) -> float | Tensor:
+    """One temperature, or one of each row."""
+    if isinstance(temperature, float | int | Real):  # numpy's numbers, too
+        return float(temperature)
+    if isinstance(temperature, Tensor) and temperature.dim() == 0:
+        return temperature
+    return row_temperature(temperature, packing, logits)
 
 
 def _check_rows(name: str, values: Tensor, packing: Packing) -> None:

@@ -56,6 +56,11 @@ def check_rows(rows: Sequence[int], target: Tensor, temperature: float | Tensor)
     if not _expands(temperature.shape, target.shape):
         wanted, given = list(target.shape), list(temperature.shape)
         raise ValueError(f"`temperature` must be broadcastable to {wanted}, got {given}")
+    if temperature.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # looking would wait for the device
+    wrong = temperature[~(temperature > 0)]
+    if wrong.numel():
+        raise ValueError(f"`temperature` must be positive, got {wrong[0].item()}")
 
 
 def _expands(shape: torch.Size, wanted: torch.Size) -> bool:

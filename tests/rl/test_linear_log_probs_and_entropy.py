@@ -279,7 +279,8 @@ H, W, T = torch.zeros(4, D), torch.zeros(V, D), torch.zeros(4, dtype=torch.int64
     ("arguments", "message"),
     [
         ((H.int(), W, T), "`hidden` must have a floating dtype, got torch.int32"),
-        ((torch.zeros(()), W, T), "`hidden` must have shape [..., D]"),
+        ((torch.zeros(()), W, T), "`hidden` must have shape [..., D], D > 0, got []"),
+        ((H[:, :0], W[:, :0], T), "`hidden` must have shape [..., D], D > 0, got [4, 0]"),
         ((H, W.t(), T), f"`weight` must have shape [V, {D}], V > 0, got [{D}, {V}]"),
         ((H, W[:0], T), f"`weight` must have shape [V, {D}], V > 0, got [0, {D}]"),
         ((H, W, T, torch.zeros(V - 1)), f"`bias` must have shape [{V}], got [{V - 1}]"),

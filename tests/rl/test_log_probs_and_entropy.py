@@ -271,6 +271,12 @@ def test_target_out_of_range(gen: torch.Generator, column: int) -> None:
             torch.ones(4, requires_grad=True),
             "`temperature` must not require grad",
         ),
+        (
+            torch.zeros(4, 5),
+            torch.zeros(4).int(),
+            torch.tensor([1.0, 1.0, -2.0, 1.0]),
+            "`temperature` must be positive, got -2.0",
+        ),
     ],
 )
 def test_refuses(logits: Tensor, target: Tensor, temperature: float | Tensor, message: str) -> None:

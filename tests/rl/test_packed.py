@@ -3,7 +3,9 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -341,6 +343,27 @@ def test_bad_tensors() -> None:
         row_temperature([1.0], packing, rows)
 
 
+@pytest.mark.parametrize(
+    ("temperature", "meant"),
+    [
+        (torch.tensor(0.7), 0.7),
+        (numpy.float32(0.5), 0.5),
+        (2, 2.0),
+        (torch.tensor([0.5, 2.0]), [0.5, 2.0]),
+        (numpy.array([0.5, 2.0]), [0.5, 2.0]),
+        ((0.5, 2.0), [0.5, 2.0]),
+    ],
+    ids=repr,
+)
+def test_temperatures(temperature: Any, meant: float | list[float]) -> None:
+    packing = Packing([4, 3], [2, 1])
+    logits = torch.randn(7, VOCAB, dtype=torch.float64)
+    tokens = [torch.zeros(t, dtype=torch.int64) for t in packing.total_lengths]
+    found, _ = packed_log_probs(logits, tokens, packing, temperature=temperature)
+    wanted, _ = packed_log_probs(logits, tokens, packing, temperature=meant)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("entropy_grad", [True, False])
 def test_entropy(entropy_grad: bool) -> None:
     packing = Packing([9, 6], [4, 3], context_parallel="zigzag", cp_rank=1, cp_size=2)
@@ -369,8 +392,8 @@ def test_row_temperature(dtype: torch.dtype) -> None:
 # ---- compiled -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.7, [0.5, 2.0, 1.0]])
-def test_compiled_only_response_rows_are_made(temperature: float | list[float]) -> None:
+@pytest.mark.parametrize("temperature", [0.7, [0.5, 2.0, 1.0], torch.tensor(0.7)], ids=str)
+def test_compiled_only_response_rows_are_made(temperature: float | list[float] | Tensor) -> None:
     """Of logits that a matmul of the same function makes; the report says how many."""
     torch._dynamo.reset()
     packing = Packing([5, 4, 6], [2, 3, 1], rows=17)
