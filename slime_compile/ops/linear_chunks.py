@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fx_passes.linear.chunks import Sizes, beside_softcap
+from slime_compile.ops.checks import check_grad
 from slime_compile.ops.operators import Kernels
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.ops.row_program import Chunk, Coefficients
@@ -248,6 +249,7 @@ def linear_row_both(
         torch.gather(chunk.x, 1, index[at], out=picked[at])
         statistics.take(kernels, chunk.x, at, stats)
         coefficients = program(Chunk(at, stats[:, :, at], picked[at], inputs))
+        check_grad(chunk.x, *coefficients, softmax=False)
         sums.add(chunk.gradient(kernels, _capped(head, coefficients)), at)
     return stats, picked, *sums.result()
 

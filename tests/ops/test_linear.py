@@ -490,6 +490,15 @@ def test_both_is_the_two_in_turn(gen: torch.Generator) -> None:
         assert torch.equal(one, other)
 
 
+def test_coefficients_of_another_shape(gen: torch.Generator) -> None:
+    """Of a program that is wrong: the C++ reads them by address."""
+    args = list(_both_arguments(gen, torch.float32, (True, True, False)))
+    at = args.index(_cross_entropy_program())
+    args[at] = _cross_entropy_program().replace("[1, 5]", "[1, 1, 5]")
+    with pytest.raises(RuntimeError, match=r"`terms` must have shape \[\d+, K, 5\]"):
+        linear.linear_row_both(*args, 4 * FEW, "")  # type: ignore[arg-type]
+
+
 def test_both_opcheck(gen: torch.Generator) -> None:
     for wanted in WANTED:
         opcheck(linear.linear_row_both, (*_both_arguments(gen, torch.float32, wanted), 4 * FEW, ""))
