@@ -1484,6 +1484,16 @@ MUTANTS = [
             "        if rest is None or len(rest) >= dims:\n",
         ),
         (
+            "a number per column is one per row", "linear/in_forward.py", "test_linear_in_forward.py many_columns",
+            "        if rest is None or len(shape) != len(wanted):\n            return False\n",
+            "        if rest is None or len(shape) != len(wanted):\n            return self._rest(node) is not None\n",
+        ),
+        (
+            "what is read has one dimension after its rows", "linear/in_forward.py", "test_linear_row_programs.py program",
+            "        if rest is None or len(rest) == 1:\n            return at\n        return self._add([\"rows\", at, self._fixed_rest",
+            "        if True:\n            return at\n        return self._add([\"rows\", at, self._fixed_rest",
+        ),
+        (
             "columns of another row are a row's own", "linear/in_forward.py", "test_linear_in_forward.py wait",
             "        if not places or min(places) < 1:  # none listed: a sum of all",
             "        if not places:",

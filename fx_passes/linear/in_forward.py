@@ -168,12 +168,12 @@ class _Builder:
 
     def _placed(self, node: Node) -> int:
         if node in self.stats:
-            return self._add(["stat", *self.stats[node]], PLAIN)
+            return self._in_shape_of(node, self._add(["stat", *self.stats[node]], PLAIN))
         if node in self.picks:
             wide: Node = node.args[0]  # type: ignore[assignment]
             if self._is_part(wide):
                 self._mark(node, wide)
-            return self._add(["pick", *self.picks[node]], PLAIN)
+            return self._in_shape_of(node, self._add(["pick", *self.picks[node]], PLAIN))
         if self._is_part(node):
             return self._taken(node)
         if node not in self.moving:
@@ -182,21 +182,27 @@ class _Builder:
             raise NotInForward(f"a coefficient depends on {line_of(node)}")
         return self._called(node)
 
+    def _in_shape_of(self, node: Node, at: int) -> int:
+        """The value `at`, [n, columns], with what `node` has after its rows, which may have been [N, 1]."""
+        rest = self._rest(node)
+        if rest is None or len(rest) == 1:
+            return at
+        return self._add(["rows", at, self._fixed_rest(node)], self._degrees[at])
+
     def _input(self, node: Node, like: Node) -> int:
         """A value that these logits and backward have no part in, in the rows of `like`."""
         degree = self.units.degree(node)
         node = self.units.of(node)
         if _is_one_element(node):
             return self._add(["whole", self._input_number(node)], degree)
-        rest = self._rest(node)
-        if rest is None:
+        if not self._has_rows_of(node, like):
             if self._rest(like) is None or like in self._parts:
                 raise NotInForward(f"a coefficient depends on other rows: {line_of(like)}")
             node = self.emit.expand(
                 self.emit.align(node, len(shape_of(like))), self.emit.sizes(like)
             )
-            rest = self._rest(node)
-            assert rest is not None, node
+        rest = self._rest(node)
+        assert rest is not None, node
         sizes = self.emit.sizes(node)
         flat = self.emit.reshape(node, [self._row_count(), *sizes[len(sizes) - len(rest) :]])
         return self._add(["row", self._input_number(flat)], degree)
@@ -221,6 +227,17 @@ class _Builder:
             if same(count, rows):
                 return shape[at + 1 :]
         return None
+
+    def _has_rows_of(self, node: Node, like: Node) -> bool:
+        """Whether `node`, an operand of `like`, has for each row its own values: what is broadcast has not.
+
+        A size says nothing: there may be as many columns as rows.
+        """
+        shape, wanted, rest = shape_of(node), shape_of(like), self._rest(like)
+        if rest is None or len(shape) != len(wanted):
+            return False
+        rows = len(wanted) - len(rest)
+        return all(same(a, b) for a, b in zip(shape[:rows], wanted[:rows], strict=True))
 
     def _fixed_rest(self, node: Node) -> list[int]:
         rest = self._rest(node)
@@ -424,15 +441,12 @@ class _Builder:
         of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)
         if not shape_of(node) or of_others:
             raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
-        kept = self._fixed_rest(node)
-        if arg not in self.moving and not joined:
-            if self._rest(arg) is None or len(shape_of(arg)) != len(shape_of(node)):
-                return self._input(arg, node)
+        self._fixed_rest(node)
+        if self._has_rows_of(arg, node):
             return self.place(arg)
-        rest = self._fixed_rest(arg)
-        if len(rest) != len(kept) or len(shape_of(arg)) != len(shape_of(node)):
+        if arg in self.moving or joined:
             raise NotInForward(f"rows are broadcast in {line_of(node)}")
-        return self.place(arg)
+        return self._input(arg, node)
 
     # -- multiples -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from slime_compile.ops import linear, native
 from tests.cases.heads import values_of
 from tests.cases.spellings import IGNORE, NV, Outputs, Spelling
 from tests.fx_passes.test_linear import (
+    VOCAB,
     compiled,
     example,
     full_logits,
@@ -254,6 +255,25 @@ def test_rows_of_one(rows: tuple[int, ...], kernels: str, monkeypatch: pytest.Mo
     found, wanted = (
         torch.autograd.grad(each(*given, at), given)
         for each in (always(fn), torch.compiler.disable(fn))
+    )
+    assert "taken in forward" in notes(last_report())[0]
+    for mine, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_as_many_columns_as_rows() -> None:
+    """A number per column is no number per row, also where a chunk is one row."""
+    weights = torch.arange(1.0, 4.0)
+
+    def fn(hidden: Tensor, weight: Tensor, columns: Tensor) -> Tensor:
+        log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, columns)
+        return (log_probs * weights).tanh().sum()
+
+    hidden, weight, target = example(3)
+    columns = torch.stack([target, target + 1, target // 2], -1) % VOCAB
+    found, wanted = (
+        torch.autograd.grad(each(hidden, weight, columns), (hidden, weight))
+        for each in (always(fn, chunk_mib=4 * VOCAB), torch.compiler.disable(fn))
     )
     assert "taken in forward" in notes(last_report())[0]
     for mine, plain in zip(found, wanted, strict=True):
