@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.head import PRODUCTS, Head, Matrix, Refused, turns
@@ -59,7 +59,7 @@ def products_of(grad: Node, head: Head, derivative: set[Node], emit: Emitter) ->
     starts = [grad] if head.softcap is None else [*uncapped(grad, head.softcap, derivative)]
     for start in starts:
         if not is_float_tensor(start) or not _keeps_columns(start, vocab):
-            raise Refused(_told(start), start)
+            raise Refused(_told(grad, start), start)
     waiting = [(start, False) for start in starts]
     while waiting:
         wide, turned = waiting.pop()
@@ -72,14 +72,15 @@ def products_of(grad: Node, head: Head, derivative: set[Node], emit: Emitter) ->
             elif turns(user):
                 waiting.append((user, not turned))
             else:
-                raise Refused(_told(user), user)
+                raise Refused(_told(grad, user), user)
     return found
 
 
-def _told(user: Node) -> str:
+def _told(grad: Node, user: Node) -> str:
+    made = "the gradient of the logits" if is_backward(grad) else "a softmax of the logits"
     where = source_of(user)
     what = "returned" if user.op == "output" else f"read by {user.target}"
-    return f"the gradient of the logits is {what}{f' at {where}' if where else ''}, so it is made whole"
+    return f"{made} is {what}{f' at {where}' if where else ''}, so it is made whole"
 
 
 def _is_view(user: Node, head: Head) -> bool:

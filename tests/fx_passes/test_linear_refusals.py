@@ -87,6 +87,12 @@ def _argmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return *values_of(logits, target), logits.argmax(-1)  # argmax
 
 
+def _sorted(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    probabilities = logits.softmax(-1)
+    return *values_of(logits, target), probabilities.detach().sort(-1).values[:, :2]  # sorted
+
+
 WHOLE = [
     (
         _bent,
@@ -99,6 +105,10 @@ WHOLE = [
     (
         _argmax,
         f"the logits are read by aten.argmax.default at {line_of('argmax')}, so they are made whole",
+    ),
+    (
+        _sorted,
+        f"a softmax of the logits is read by aten.sort.default at {line_of('sorted')}, so it is made whole",
     ),
 ]
 
