@@ -1494,6 +1494,11 @@ MUTANTS = [
             "        if True:\n            return at\n        return self._add([\"rows\", at, self._fixed_rest",
         ),
         (
+            "what is made of a boundary stays in the region", "row_demand/region.py", "test_row_demand.py taken_apart",
+            "        each not in region for each in rows\n",
+            "        False for each in rows\n",
+        ),
+        (
             "columns of another row are a row's own", "linear/in_forward.py", "test_linear_in_forward.py wait",
             "        if not places or min(places) < 1:  # none listed: a sum of all",
             "        if not places:",

@@ -198,8 +198,11 @@ def _read_outside(region: Region, node: Node) -> bool:
 
 
 def _behind(region: Region, node: Node) -> bool:
-    """Whether `node` is made from a boundary: it stays as it is, and reads the new one."""
-    return any(each in region.boundary for each in node.all_input_nodes)
+    """Whether `node` is made from a boundary, or from what is: it stays as it is, and reads the new one."""
+    rows = joins(node) or [region.inner[node]]
+    return any(each in region.boundary for each in node.all_input_nodes) or any(
+        each not in region for each in rows
+    )
 
 
 def _pays(region: Region) -> bool:

@@ -227,6 +227,32 @@ def test_moved(fn: Loss, rows: str, graphs: list[Graph]) -> None:
     assert report["fused"] == 2
 
 
+def _taken_apart_again(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    rows = (hidden @ weight.t())[2:5]
+    return *values_of(rows, target[2:5]), *values_of(torch.cat(rows.split(2)), target[:3])
+
+
+def _taken_apart_for_nothing(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    rows = (hidden @ weight.t())[2:5]
+    found = values_of(rows, target[2:5])
+    torch.cat(rows.split(2))
+    return found
+
+
+def _taken_apart_twice(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    rows = (hidden @ weight.t())[1:5]
+    first, second = rows.split(2)
+    parts = torch.cat([second.view(2, 1, -1)[0], first.split(1)[1]])
+    return *values_of(first, target[1:3]), *values_of(parts, target[:2])
+
+
+@pytest.mark.parametrize("fn", [_taken_apart_again, _taken_apart_for_nothing, _taken_apart_twice])
+def test_rows_that_are_taken_apart_behind_what_is_read(fn: Loss) -> None:
+    compare(compiled(fn), fn)
+    (note,) = told(last_report())
+    assert note.startswith(f"rows computed: 3 of {ROWS} ")
+
+
 @pytest.mark.parametrize("fn", [slices, slices_of_slices, slices_joined, rows_by_number])
 def test_moved_with_any_sizes(fn: Loss, graphs: list[Graph]) -> None:
     compare(compiled(fn, dynamic=True), fn)
