@@ -7,7 +7,7 @@ failure prints its smallest program as a script.
 import importlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,7 +21,15 @@ from tests.support.program_inputs import NAMES, Spec
 from tests.support.program_judge import Counts, Judge, Verdict, runs_in_eager
 from tests.support.program_memory import apart_from, sharing
 from tests.support.program_parts import BESIDE, PARTS, TWINS
-from tests.support.programs import Program, _Drawing, draw_spec, generate, programs, script
+from tests.support.programs import (
+    Program,
+    _Drawing,
+    draw_spec,
+    generate,
+    over_a_head,
+    programs,
+    script,
+)
 from tests.support.reduce import smallest
 
 BATCHES, PER_BATCH = 16, 18  # 0.3 s each: batches that workers can share
@@ -33,8 +41,17 @@ Record = Callable[[str, object], None]
 
 
 def _run(start: int, count: int, record: Record, **how: Any) -> Counts:
+    return _judged(programs(start, count), record, **how)
+
+
+def _run_over_heads(start: int, count: int, record: Record, **how: Any) -> Counts:
+    some = ((seed, over_a_head(seed)) for seed in range(start, start + count))
+    return _judged(some, record, **how)
+
+
+def _judged(some: Iterable[tuple[int, Program]], record: Record, **how: Any) -> Counts:
     judge, counts = Judge(**how), Counts()
-    for seed, program in programs(start, count):
+    for seed, program in some:
         counts.add(seed, program, judge.judge(program))
     record("programs", counts.recorded(**how))
     return counts
@@ -67,6 +84,45 @@ def test_programs(batch: int, record_property: Record) -> None:
     counts = _run(batch * PER_BATCH, PER_BATCH, record_property)
     _assert_none(counts)
     assert counts.kinds["fused"] >= PER_BATCH // 4, f"{counts}: too few are ours to say anything"
+
+
+IN_FORWARD = {"chunk_rows": 1, "grad_in_forward": "always"}
+IN_BACKWARD = {"chunk_rows": 2, "grad_in_forward": "never"}
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "how"),
+    [
+        (0, 10, IN_FORWARD),
+        (10, 10, IN_BACKWARD),
+        pytest.param(100, 30, IN_FORWARD | {"chunk_rows": 4}, marks=pytest.mark.thorough),
+        pytest.param(200, 30, IN_BACKWARD | {"dynamic": True}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_programs_over_heads(
+    start: int, count: int, how: dict[str, Any], record_property: Record
+) -> None:
+    """Of logits that are never whole where nothing needs them whole."""
+    _assert_none(_run_over_heads(start, count, record_property, **how), **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "count", "how"),
+    [
+        (0, 1000, IN_FORWARD),
+        (1, 1000, IN_BACKWARD),
+        (2, 500, IN_FORWARD | {"chunk_rows": 2, "dynamic": True}),
+        (3, 500, IN_BACKWARD | {"chunk_rows": 4, "dynamic": True}),
+        (4, 50, IN_FORWARD | {"inner": "inductor"}),
+    ],
+    ids=str,
+)
+def test_thousands_of_programs_over_heads(
+    batch: int, count: int, how: dict[str, Any], record_property: Record
+) -> None:
+    _assert_none(_run_over_heads(MANY + 1000 * batch, count, record_property, **how), **how)
 
 
 @pytest.mark.slow

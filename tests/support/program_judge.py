@@ -20,14 +20,16 @@ A gradient that is infinite may be NaN: a derivative that is infinite times a gr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slime_compile
+from fx_passes.linear import chunks
+from slime_compile.backend import options as backend_options
 from tests.support import harness
 from tests.support.program_compare import EXPONENTIALS, compare
 from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
@@ -373,6 +377,8 @@ class Judge:
         inner, save, consume_logits: options of the backend.
         dynamic: compile for any sizes; every second draw has a row more.
         ranks, shard: how many ranks judge the program together, and which one's x and y these are.
+        chunk_rows: so many rows of the logits that a head makes are there at a time; 0 for the option's default.
+        grad_in_forward: option of the backend.
     """
 
     inner: str = "aot_eager"
@@ -381,6 +387,8 @@ class Judge:
     dynamic: bool = False
     ranks: int = 1
     shard: int = 0
+    chunk_rows: int = 0
+    grad_in_forward: str = "auto"
 
     def judge(self, program: Program) -> Verdict:
         logging.disable(logging.ERROR)  # torch tells of every program that it fails on
@@ -399,8 +407,11 @@ class Judge:
             return Verdict("discarded", detail=_short(error))
         options = harness.OPTIONS | {"min_vocab": MIN_VOCAB, "inner": self.inner}
         options |= {"save": self.save, "consume_logits": self.consume_logits}
+        options |= {"grad_in_forward": self.grad_in_forward}
         earlier = len(slime_compile.reports())
-        ours = self.compared(program, fn, eager, backend="slime_fused", options=options)
+        with self.in_chunks(program.spec) as chunked:
+            how = {"backend": "slime_fused", "options": options | chunked}
+            ours = self.compared(program, fn, eager, **how)
         kind = ours.kind
         report = harness.merged(slime_compile.reports()[earlier:])
         reasons = tuple(dict.fromkeys(r["reason"] for r in report["rejections"]))
@@ -419,6 +430,19 @@ class Judge:
             elif jumps and ours.values:
                 kind = "discarded"
         return Verdict(kind, report["fused"], ours.detail, reasons)
+
+    @contextlib.contextmanager
+    def in_chunks(self, spec: Spec) -> Iterator[dict[str, int]]:
+        """Options; in the `with` block the size of a chunk is in bytes, and any number of columns may be one."""
+        if not self.chunk_rows:
+            yield {}
+            return
+        row_bytes = spec.vocab * getattr(torch, spec.dtype).itemsize
+        with (
+            mock.patch.object(backend_options, "MIB", 1),
+            mock.patch.multiple(chunks, COLUMNS_MIN=1, COLUMNS_MULTIPLE=1),
+        ):
+            yield {"chunk_mib": self.chunk_rows * row_bytes}
 
     def together(self, kind: str) -> str:
         """The worst kind of any rank: what follows has collectives that all of them run, or none."""

@@ -42,6 +42,11 @@ WEIGHTS = {"f": 34, "s": 24, "r": 8, "m": 6, "k": 4, "i": 4, "c": 2, "z": 4, "w"
 FAMILIES = {"softmaxes": 4.0, "losses": 1.5, "taken": 2.0, "inside": 0.5, "own backward": 0.7}
 FURTHER = 0.5  # of all programs have numbers beside the logits, or return values together
 BESIDE_WEIGHTS = {"s": 3, "w": 2}
+HEADS = ("h @ e.t()", "F.linear(h, e, e[:, 0])", "2 * (h @ e.t()) / 3", "(h @ e.t()) / tau")
+OVER_HEADS: Sequence[Shape] = ((6,), (3, 3), (6, 1), (2, 3), (1, 6), (7,), (3, 2), (3,), (3, 1))
+SCALARS = (
+    0.6  # of the programs over heads return one number, whose gradient may be taken in forward
+)
 LARGEST = 1e30  # beyond it all is inf, and nothing is compared
 
 
@@ -149,6 +154,26 @@ def generate(seed: int, spec: Spec | None = None, collectives: bool = False) -> 
             continue
         if len(statements) > 2 and (EXPONENTIAL.search(text) or rng.random() < 0.1):
             return Program(statements, drawn.spec)
+
+
+def over_a_head(seed: int) -> Program:
+    """A program of a seed whose logits a matmul makes, of finite numbers."""
+    rng = random.Random(f"head {seed}")
+    dtype = rng.choice(["float32", "float32", "float64"])
+    spec = Spec(
+        lead=rng.choice(OVER_HEADS),
+        vocab=rng.choice([6, 7, 9, 33]),
+        dtype=dtype,
+        row_dtype=rng.choice([dtype, dtype, "float32"]),
+        grads=(rng.choice(["leaf", "inside"]), "none"),
+        misses=rng.choice([*MISSES]),
+    )
+    drawn = generate(seed, spec)
+    *statements, last = drawn.statements
+    if rng.random() < SCALARS:
+        values = last.removeprefix("return ")
+        last = f"return (sum(0.7 * v.sum() for v in {values} if v.is_floating_point()),)"
+    return Program((f"x = {rng.choice(HEADS)}", *statements, last), spec)
 
 
 def needed(statements: Sequence[str]) -> tuple[str, ...]:
