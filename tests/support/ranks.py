@@ -61,12 +61,16 @@ def own_copy(fn: Any) -> Any:
 
 
 def on_ranks(
-    ranks: int, function: Callable[..., Any], *args: object, timeout_s: float = GROUP_TIMEOUT_S
+    ranks: int,
+    function: Callable[..., Any],
+    *args: object,
+    timeout_s: float = GROUP_TIMEOUT_S,
+    deadline_s: float = DEADLINE_S,
 ) -> list[Any]:
     """`function(rank, *args)` in `ranks` processes of one gloo group.
 
-    Returns what each returned, or the exception it ended with. A process that is not done in time is
-    killed, and the test fails.
+    Returns what each returned, or the exception it ended with. A process that is not done after
+    `deadline_s` is killed, and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
@@ -83,8 +87,8 @@ def on_ranks(
         try:
             results = []
             for rank, (_, here) in enumerate(workers):
-                if not here.poll(max(0.0, started + DEADLINE_S - time.monotonic())):
-                    pytest.fail(f"rank {rank} was not done after {DEADLINE_S} s")
+                if not here.poll(max(0.0, started + deadline_s - time.monotonic())):
+                    pytest.fail(f"rank {rank} was not done after {deadline_s} s")
                 results.append(_received(here))
             return results
         finally:
