@@ -47,6 +47,7 @@ OVER_HEADS: Sequence[Shape] = ((6,), (3, 3), (6, 1), (2, 3), (1, 6), (7,), (3, 2
 SCALARS = (
     0.6  # of the programs over heads return one number, whose gradient may be taken in forward
 )
+SECOND_HEADS = 0.4  # have another head, or the same one again
 LARGEST = 1e30  # beyond it all is inf, and nothing is compared
 
 
@@ -173,7 +174,10 @@ def over_a_head(seed: int) -> Program:
     if rng.random() < SCALARS:
         values = last.removeprefix("return ")
         last = f"return (sum(0.7 * v.sum() for v in {values} if v.is_floating_point()),)"
-    return Program((f"x = {rng.choice(HEADS)}", *statements, last), spec)
+    heads = [f"x = {rng.choice(HEADS)}"]
+    if rng.random() < SECOND_HEADS:
+        heads.append(f"y = {rng.choice(['h @ e.t()', 'h @ e.detach().t()', 'h @ (e * 0.5).t()'])}")
+    return Program((*heads, *statements, last), spec)
 
 
 def needed(statements: Sequence[str]) -> tuple[str, ...]:
