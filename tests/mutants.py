@@ -1760,13 +1760,13 @@ MUTANTS = [
         ),
         (
             "an optimizer that writes data changes nothing", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
-            "        product.expired |= written or product.versions != product.read_versions()\n",
-            "        product.expired |= product.versions != product.read_versions()\n",
+            "        made.expired |= written or made.versions != made.read_versions()\n",
+            "        made.expired |= made.versions != made.read_versions()\n",
         ),
         (
             "any step changes a weight", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
-            "        product.expired |= written or product.versions != product.read_versions()\n",
-            "        product.expired = True\n",
+            "        made.expired |= written or made.versions != made.read_versions()\n",
+            "        made.expired = True\n",
         ),
         (
             "a leaf's product is not watched", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py step",
@@ -1775,8 +1775,23 @@ MUTANTS = [
         ),
         (
             "a reentrant checkpoint may return what is no tensor", "../slime_compile/deferred/handle.py", "../deferred/test_compiled.py around_the_head",
-            "            run_by_function() or any(",
+            "            run_by_function()\n            or any(",
             "            any(",
+        ),
+        (
+            "a temperature is not watched", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py temperature",
+            "        made.versions = made.read_versions()\n        _watch(made)\n        return made\n\n    @property\n    def device(self) -> torch.device:\n        if self.before",
+            "        made.versions = made.read_versions()\n        return made\n\n    @property\n    def device(self) -> torch.device:\n        if self.before",
+        ),
+        (
+            "a compiled function reads an argument when it needs it", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py before_the_read",
+            "    return each.clone() if isinstance(each, Tensor) else each\n",
+            "    return each\n",
+        ),
+        (
+            "a hook after the loss is as good", "../slime_compile/deferred/expressions.py", "../deferred/test_compiled.py asked_for",
+            "                self.read = True\n",
+            "                pass\n",
         ),
         (
             "a frozen weight may be thawed", "../slime_compile/deferred/expressions.py", "../deferred/test_eager.py heads_line",

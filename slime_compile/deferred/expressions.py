@@ -23,7 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["Applied", "Expression", "Product", "changed_copy", "packed_transpose", "storage_of"]
+__all__ = [
+    "Applied",
+    "Expression",
+    "Product",
+    "changed_copy",
+    "is_read",
+    "packed_transpose",
+    "storage_of",
+]
 
 Expression: TypeAlias = "Product | Applied"
 
@@ -39,6 +47,7 @@ class Product:
         cast: the dtype of autocast at that line, or None.
         grad: whether autograd recorded at that line.
         expired: an optimizer has changed the weight since.
+        read: a compiled function has computed them with gradients, in its own graph.
         kept: the logits, once eager code needed them.
         told: called when they are computed in eager code.
     """
@@ -49,6 +58,7 @@ class Product:
     cast: torch.dtype | None
     grad: bool
     expired: bool = False
+    read: bool = False
     kept: Tensor | None = None
     told: Callable[[], None] | None = None
     versions: tuple[int, ...] = ()
@@ -109,6 +119,8 @@ class Product:
         if self.expired:
             raise RuntimeError(_CHANGED.format("`weight`"))
         if torch.compiler.is_compiling():
+            if self.grad and torch.is_grad_enabled():
+                self.read = True
             return _in_mode(self._computed, self.grad)
         self._check()
         if self.told is not None:
@@ -192,6 +204,7 @@ class Applied:
     copies: bool = False
     grad: bool = True
     kept: Tensor | None = None
+    expired: bool = False
     versions: tuple[int, ...] = ()
     kept_version: int = 0
 
@@ -204,9 +217,13 @@ class Applied:
         kwargs: Mapping[str, Any],
         copies: bool = False,
     ) -> Applied:
-        made = cls(before, name, args, dict(kwargs), copies, torch.is_grad_enabled())
-        if not torch.compiler.is_compiling():
-            made.versions = tuple(_version(each) for each in made._given())
+        grad = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():  # where no version tells that it has changed
+            kwargs = {key: _as_now(each) for key, each in kwargs.items()}
+            return cls(before, name, tuple(_as_now(each) for each in args), kwargs, copies, grad)
+        made = cls(before, name, args, dict(kwargs), copies, grad)
+        made.versions = made.read_versions()
+        _watch(made)
         return made
 
     @property
@@ -228,10 +245,12 @@ class Applied:
         """What the method returns; see `Product.tensor`."""
         if self.kept is not None:
             return self.kept
+        if self.expired:
+            raise RuntimeError(_CHANGED.format(f"what was given to `{self.name}`"))
         if torch.compiler.is_compiling():
             return _in_mode(self._computed, self.grad)
         assert self.before is not None
-        if self.versions != tuple(_version(each) for each in self._given()):
+        if self.versions != self.read_versions():
             raise RuntimeError(_CHANGED.format(f"what was given to `{self.name}`"))
         before = self.before.tensor()
         if before._version != self.before.kept_version:
@@ -257,10 +276,25 @@ class Applied:
         before = self.before.tensor()
         return changed_copy(before, self.name, self.args, self.kwargs, self.copies)
 
+    def parameters(self) -> list[Tensor]:
+        return self._given()
+
+    def read_versions(self) -> tuple[int, ...]:
+        return tuple(_version(each) for each in self._given())
+
     def _given(self) -> list[Tensor]:
         given = (*self.args, *self.kwargs.values())
         flat = [part for each in given for part in (each if isinstance(each, tuple) else (each,))]
         return [each for each in flat if isinstance(each, Tensor)]
+
+
+def is_read(expression: Expression | None) -> bool:
+    """Whether a compiled function has computed, with gradients, what eager code has no value of."""
+    while isinstance(expression, Applied):
+        if expression.kept is not None:
+            return False
+        expression = expression.before
+    return expression is not None and expression.read and expression.kept is None
 
 
 def packed_transpose(expression: Expression) -> Product | None:
@@ -284,6 +318,12 @@ def changed_copy(
     copy = tensor.clone()
     getattr(copy, name)(*args, **kwargs)
     return copy
+
+
+def _as_now(each: Any) -> Any:
+    if isinstance(each, tuple):
+        return tuple(_as_now(part) for part in each)
+    return each.clone() if isinstance(each, Tensor) else each
 
 
 def _as_meta(each: Any) -> Any:
@@ -321,22 +361,22 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# NOTE [Weights that an optimizer changes]
-# In eager code a product compares the versions of what it reads. A compiled function cannot: Dynamo has no guard on a
-# tensor's version. It guards on `expired`, which is set here after every step of an optimizer: where a version is
+# NOTE [What an optimizer changes]
+# In eager code an expression compares the versions of what it reads. A compiled function cannot: Dynamo has no guard on
+# a tensor's version. It guards on `expired`, which is set here after every step of an optimizer: where a version is
 # another one, and where the optimizer was given a gradient of what is read (it may write `p.data`, which has no
 # version).
 
-_alive: weakref.WeakSet[Product] = weakref.WeakSet()
+_alive: weakref.WeakSet[Expression] = weakref.WeakSet()
 _watching = False
 
 
-def _watch(product: Product) -> None:
+def _watch(made: Expression) -> None:
     """Not one that a compiled function made: it has no versions to compare."""
     global _watching
-    if not product.versions:
+    if not made.versions:
         return
-    _alive.add(product)
+    _alive.add(made)
     if not _watching:
         register_optimizer_step_post_hook(_after_step)
         _watching = True
@@ -345,10 +385,9 @@ def _watch(product: Product) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     changed = {storage_of(p) for p in every if p.grad is not None and _is_plain(p)}
-    for product in list(_alive):
-        parameters = product.parameters()
-        written = any(storage_of(each) in changed for each in parameters)
-        product.expired |= written or product.versions != product.read_versions()
+    for made in list(_alive):
+        written = any(storage_of(each) in changed for each in made.parameters())
+        made.expired |= written or made.versions != made.read_versions()
 
 
 def _is_plain(tensor: Tensor) -> bool:

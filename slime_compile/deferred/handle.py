@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from slime_compile.deferred import (
     autograd_functions,
@@ -41,7 +42,7 @@ def defer_logits(
 
     Nothing is deferred in evaluation mode (unless `in_eval`), while a model is traced or exported, where a backward
     hook is on the head (it needs the logits' gradient), where hidden or weight is no plain tensor (a DTensor, one of
-    torch.func's), and where an autograd.Function runs the head (a reentrant checkpoint).
+    torch.func's) or has a forward-mode tangent, and where an autograd.Function runs the head (a reentrant checkpoint).
 
     Args:
         model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
@@ -71,6 +72,10 @@ def defer_logits(
 def _is_exporting() -> bool:
     """What Dynamo traces; torch 2.11's takes `is_exporting` to be true in all that it traces."""
     return torch.compiler.is_exporting()
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class DeferHandle:
@@ -123,7 +128,8 @@ class DeferHandle:
         if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
             return False
         return torch.compiler.is_compiling() or not (
-            run_by_function() or any(is_functorch_wrapped_tensor(each) for each in (input, weight))
+            run_by_function()
+            or any(is_functorch_wrapped_tensor(each) or _is_dual(each) for each in (input, weight))
         )
 
     def remove(self) -> None:

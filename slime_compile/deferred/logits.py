@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from slime_compile.deferred.expressions import (
     Applied,
     Expression,
     Product,
+    is_read,
     packed_transpose,
     storage_of,
 )
@@ -70,6 +72,8 @@ class DeferredLogits:
     def of(cls, expression: Expression) -> DeferredLogits:
         return cls(expression, _Memory())
 
+    __array_priority__ = Tensor.__array_priority__  # numpy's numbers leave operators to it
+
     # ---- the tensor
 
     def tensor(self) -> Tensor:
@@ -100,6 +104,8 @@ class DeferredLogits:
     def _apply(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A method that leaves the logits as they are."""
         self._check_fresh()
+        if name != "__getitem__":
+            args = tuple(tuple(each) if isinstance(each, list) else each for each in args)
         if self.expression.kept is not None or not _replays(name, args, kwargs):
             return getattr(self.tensor(), name)(*_tensors(args), **_tensors(dict(kwargs)))
         if name == "contiguous" and not args and not kwargs:
@@ -216,7 +222,10 @@ class DeferredLogits:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func in FUNCTIONS and args and isinstance(args[0], cls):
+        if func is torch.autograd.grad:
+            for each in (args, *given.values()):
+                _check_differentiated(each)
+        if func in FUNCTIONS and args and isinstance(args[0], cls) and "out" not in given:
             return args[0]._apply(FUNCTIONS[func], args[1:], given)
         if torch.compiler.is_compiling() and changes(func, given):
             raise RuntimeError(
@@ -260,7 +269,25 @@ def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _check_unread(logits: DeferredLogits, what: str) -> None:
+    if is_read(logits.expression):
+        raise RuntimeError(
+            f"{what} must be told of deferred logits before a compiled function reads them, which has a matmul of its own. "
+            "Call it before the loss, or give the loss logits.tensor()"
+        )
+
+
+def _check_differentiated(value: Any) -> None:
+    if isinstance(value, DeferredLogits):
+        _check_unread(value, "torch.autograd.grad")
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _check_differentiated(each)
+
+
 def _called(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any:
+    if name in ("register_hook", "retain_grad"):
+        _check_unread(logits, name)
     if is_change(name):
         return logits._change(name, args, kwargs)
     return getattr(logits.tensor(), name)(*_tensors(args), **_tensors(kwargs))
@@ -269,13 +296,26 @@ def _called(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any
 def _replays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the method may be called later: on what it was given, and with a result whose shape is known."""
     given = [part for each in (*args, *kwargs.values()) for part in _parts(each)]
-    if any(isinstance(each, DeferredLogits) for each in given):
-        return False
-    masks = (torch.bool, torch.uint8)
-    return name != "__getitem__" or not any(
-        isinstance(each, list | bool) or (isinstance(each, Tensor) and each.dtype in masks)
-        for each in given
-    )
+    return all(_replays_with(name, each) for each in given)
+
+
+def _replays_with(name: str, given: Any) -> bool:
+    """Not with what may be another value later and does not tell: lists, numpy's arrays, slices of tensors."""
+    if isinstance(given, Tensor):
+        if name != "__getitem__":
+            return name in ("div", "mul")
+        return given.dim() > 0 and given.dtype not in (torch.bool, torch.uint8)
+    if isinstance(given, slice):
+        return all(_is_constant(each) for each in (given.start, given.stop, given.step))
+    if isinstance(given, bool):
+        return name != "__getitem__"
+    return given is Ellipsis or _is_constant(given)
+
+
+def _is_constant(value: Any) -> bool:
+    if value is None or isinstance(value, str | torch.dtype | torch.SymInt | torch.memory_format):
+        return True
+    return isinstance(value, Number)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

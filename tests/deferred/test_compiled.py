@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import slime_compile
 from slime_compile import DeferredLogits, defer_logits, with_tensors
 from tests.deferred.models import (
+    BATCH,
     LOSSES,
     VOCAB,
     CappedModel,
@@ -334,6 +335,95 @@ def test_changes_in_place_are_made_or_refused(change: Callable[[Any], Any], toke
     except (torch._dynamo.exc.Unsupported, RuntimeError):
         return  # the message is Dynamo's where it does not ask us
     same(found, want)
+
+
+def _temperature(x: Any) -> Any:
+    given = torch.full((BATCH, 1, 1), 2.0)
+    divided = x / given
+    given.add_(3)
+    return divided
+
+
+def _rows(x: Any) -> Any:
+    at = torch.tensor([0, 2])
+    taken = x[at]
+    at.zero_()
+    return taken
+
+
+def _mask(x: Any) -> Any:
+    mask = torch.arange(VOCAB) < 3
+    x.masked_fill_(mask, -1e4)
+    mask.zero_()
+    return x
+
+
+def _assigned(x: Any) -> Any:
+    value = torch.zeros(VOCAB)
+    x[:, 0] = value
+    value.add_(30 * torch.arange(VOCAB))
+    return x
+
+
+@pytest.mark.parametrize("change", [_temperature, _rows, _mask, _assigned])
+def test_arguments_that_change_before_the_read(
+    change: Callable[[Any], Any], tokens: Tensor
+) -> None:
+    """What a compiled function gave to a method is that of its line."""
+    model = Model()
+
+    def loss(logits: Any) -> Tensor:
+        return change(logits).log_softmax(-1)[..., 1].mean()
+
+    with torch.no_grad():
+        want = loss(model(tokens))
+        defer_logits(model)
+        torch.testing.assert_close(compiled(loss)(model(tokens)), want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_temperature_that_an_optimizer_changes(fused: bool, tokens: Tensor) -> None:
+    model, temperature = Model(), nn.Parameter(torch.tensor(2.0))
+    defer_logits(model)
+    optimizer = torch.optim.SGD([temperature], 1.0)
+    function = compiled(causal) if fused else causal
+    logits = model(tokens) / temperature
+    temperature.grad = torch.ones(())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="what was given to `div` has been overwritten"):
+        function(logits, tokens)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("call", [
+    lambda logits, loss: logits.register_hook(torch.neg),
+    lambda logits, loss: logits.retain_grad(),
+    lambda logits, loss: torch.autograd.grad(loss, logits),
+    lambda logits, loss: torch.autograd.grad([loss], inputs=[logits], allow_unused=True),
+])  # fmt: skip
+def test_a_gradient_of_logits_is_asked_for_after_the_loss(
+    call: Callable[[Any, Tensor], Any], view: bool, tokens: Tensor
+) -> None:
+    model = Model()
+    defer_logits(model)
+    logits = model(tokens)
+    given = logits.float() / 2 if view else logits
+    loss = compiled(causal)(given, tokens)
+    with pytest.raises(RuntimeError, match="before a compiled function reads them"):
+        call(given, loss)
+
+
+def test_a_hook_that_is_there_before_the_loss(tokens: Tensor) -> None:
+    model = Model()
+    want = gradients(model, lambda: -causal(model(tokens), tokens))
+    defer_logits(model)
+
+    def loss() -> Tensor:
+        logits = model(tokens)
+        logits.register_hook(torch.neg)
+        return compiled(causal)(logits, tokens)  # type: ignore[no-any-return]
+
+    same(gradients(model, loss)[1:], want[1:])
 
 
 def test_item_assignment(tokens: Tensor) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -475,6 +476,54 @@ def test_what_has_no_gradient_at_the_heads_line_gets_none(what: str, tokens: Ten
     logits.square().sum().backward()
     assert frozen.grad is None
     assert head.bias.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # make_dual's own
+def test_a_tangent_goes_on() -> None:
+    head, hidden = torch.nn.Linear(4, VOCAB), torch.randn(3, 4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden, torch.ones(3, 4))
+        want = forward_ad.unpack_dual(head(dual).softmax(-1)).tangent
+        defer_logits(head, head)
+        same(forward_ad.unpack_dual(head(dual).softmax(-1)).tangent, want)
+
+
+def _sliced_by_a_tensor_that_moves(x: Any) -> Any:
+    start = torch.tensor(0)
+    taken = x[:, start : start + 3]
+    start += 2
+    return taken + 0
+
+
+def _taken_by_an_array_that_changes(x: Any) -> Any:
+    at = np.array([0, 2])
+    taken = x[at]
+    at[:] = 1
+    return taken + 0
+
+
+@pytest.mark.parametrize("use", [
+    _sliced_by_a_tensor_that_moves,
+    _taken_by_an_array_that_changes,
+    lambda x: x[torch.tensor(1)] + 0,
+    lambda x: x[:, torch.tensor(1)] + 0,
+    lambda x: x[np.array([True, False, True])] + 0,
+    lambda x: x.narrow(1, torch.tensor(2), 3) + 0,
+    lambda x: x.select(1, torch.tensor(2)) + 0,
+    lambda x: torch.stack([x[each] for each in torch.arange(2)]),
+    lambda x: torch.mul(x.detach(), 2, out=torch.empty(3, 7, VOCAB)),
+    lambda x: (np.float32(2) * x) + 0,
+    lambda x: (x * np.float32(2)) + 0,
+    lambda x: x.view([21, VOCAB]) + 0,
+])  # fmt: skip
+def test_arguments_that_do_not_say_when_they_change(
+    use: Callable[[Any], Any], tokens: Tensor
+) -> None:
+    model = Model()
+    want = use(model(tokens))
+    defer_logits(model)
+    with torch.no_grad():
+        same(use(model(tokens)), want.detach())
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
