@@ -441,7 +441,7 @@ class _Builder:
         of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)
         if not shape_of(node) or of_others:
             raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
-        self._fixed_rest(node)
+        self._fixed_rest(node)  # or it waits
         if self._has_rows_of(arg, node):
             return self.place(arg)
         if arg in self.moving or joined:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 import slime_compile
-from fx_passes.linear import LinearConfig, chunks, linear
-from slime_compile.backend import options
+from fx_passes.linear import LinearConfig, linear
 from tests.cases.heads import HEADS, values_of
 from tests.cases.spellings import Outputs, Spelling
 from tests.support import harness
@@ -24,12 +23,10 @@ MATMULS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option counts bytes, and chunks of any number of columns are allowed."""
+def small_chunks() -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr(options, "MIB", 1)
-    monkeypatch.setattr(chunks, "COLUMNS_MIN", 1)
-    monkeypatch.setattr(chunks, "COLUMNS_MULTIPLE", 1)
+    with harness.chunks_in_bytes():
+        yield
 
 
 def compiled(fn: Callable[..., Any], itemsize: int = 4, **more: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
 import slime_compile
+from fx_passes.linear import chunks
+from slime_compile.backend import options as backend_options
 from tests.cases.spellings import BSV, IGNORE, MUST_FUSE, Spelling
 
 VOCAB = 37  # odd, above MIN_VOCAB, equal to no other size here
@@ -61,6 +64,14 @@ class InFloat64(TorchFunctionMode):
 
 def _is_smaller(argument: object) -> bool:
     return isinstance(argument, torch.dtype) and argument in SMALLER
+
+
+@contextmanager
+def chunks_in_bytes() -> Iterator[None]:
+    """`chunk_mib` counts bytes, and chunks of any number of columns are allowed."""
+    any_columns = mock.patch.multiple(chunks, COLUMNS_MIN=1, COLUMNS_MULTIPLE=1)
+    with mock.patch.object(backend_options, "MIB", 1), any_columns:
+        yield
 
 
 @contextmanager

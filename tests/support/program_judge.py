@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slime_compile
-from fx_passes.linear import chunks
-from slime_compile.backend import options as backend_options
 from tests.support import harness
 from tests.support.program_compare import EXPONENTIALS, compare
 from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
@@ -433,15 +430,12 @@ class Judge:
 
     @contextlib.contextmanager
     def in_chunks(self, spec: Spec) -> Iterator[dict[str, int]]:
-        """Options; in the `with` block the size of a chunk is in bytes, and any number of columns may be one."""
+        """Options, for what is compiled in the `with` block."""
         if not self.chunk_rows:
             yield {}
             return
         row_bytes = spec.vocab * getattr(torch, spec.dtype).itemsize
-        with (
-            mock.patch.object(backend_options, "MIB", 1),
-            mock.patch.multiple(chunks, COLUMNS_MIN=1, COLUMNS_MULTIPLE=1),
-        ):
+        with harness.chunks_in_bytes():
             yield {"chunk_mib": self.chunk_rows * row_bytes}
 
     def together(self, kind: str) -> str:

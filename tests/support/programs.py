@@ -44,9 +44,7 @@ FURTHER = 0.5  # of all programs have numbers beside the logits, or return value
 BESIDE_WEIGHTS = {"s": 3, "w": 2}
 HEADS = ("h @ e.t()", "F.linear(h, e, e[:, 0])", "2 * (h @ e.t()) / 3", "(h @ e.t()) / tau")
 OVER_HEADS: Sequence[Shape] = ((6,), (3, 3), (6, 1), (2, 3), (1, 6), (7,), (3, 2), (3,), (3, 1))
-SCALARS = (
-    0.6  # of the programs over heads return one number, whose gradient may be taken in forward
-)
+SCALARS = 0.6  # of the programs over heads return one number: its gradient may be taken in forward
 SECOND_HEADS = 0.4  # have another head, or the same one again
 LARGEST = 1e30  # beyond it all is inf, and nothing is compared
 
