@@ -72,6 +72,11 @@ MUTANTS = [
             "    if False:",
         ),
         (
+            "numbers among themselves are tensors", "walk/row_nodes.py", "test_spellings.py numbers_of_dynamic",
+            "target if tensors else _OF_NUMBERS[target]",
+            "target",
+        ),
+        (
             "one-hot terms are not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or one_hot or temperature_per_token)",
             "hots=tuple(replace(t, weight=t.weight * factor) for t in form.hots),",
             "hots=form.hots,",

@@ -16,13 +16,20 @@ from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import value
-from fx_passes.graph.operators import SHOWN, VIEWS, under
+from fx_passes.graph.operators import SHOWN, VIEWS, Target, under
 
 aten = torch.ops.aten
 
 ROUNDING = 1e-12
 """Of numbers that cancel, relative to them."""
 
+_OF_NUMBERS: dict[Target, Target] = {
+    aten.add.Tensor: operator.add,
+    aten.sub.Tensor: operator.sub,
+    aten.mul.Tensor: operator.mul,
+    aten.div.Tensor: operator.truediv,
+    aten.neg.default: operator.neg,
+}
 _ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 
 
@@ -194,14 +201,13 @@ class RowNodes:
         return self.emitter.full([], result, dtype, like)  # type: ignore[arg-type]
 
     def _negate(self, term: Node | float) -> Node | float:
-        return self.emitter.call(aten.neg.default, term) if isinstance(term, Node) else -term
+        return self._call(aten.neg.default, term) if isinstance(term, Node) else -term
 
     def _sum(self, left: Node | float, right: Node | float, plus: bool) -> Node | float:
-        call = self.emitter.call
         if isinstance(left, Node):
-            return call(aten.add.Tensor if plus else aten.sub.Tensor, left, right)
+            return self._call(aten.add.Tensor if plus else aten.sub.Tensor, left, right)
         assert isinstance(right, Node)
-        return call(aten.add.Tensor, right if plus else self._negate(right), left)
+        return self._call(aten.add.Tensor, right if plus else self._negate(right), left)
 
     def _monomial(
         self, monomial: Monomial, factor: Node | float, dtype: torch.dtype
@@ -253,15 +259,19 @@ class RowNodes:
 
     def _times(self, left: Node | float, right: Node) -> Node:
         if not isinstance(left, Node):
-            return right if left == 1 else self.emitter.call(aten.mul.Tensor, right, left)
+            return right if left == 1 else self._call(aten.mul.Tensor, right, left)
         if not isinstance(value(left), torch.Tensor):
             left, right = right, left
-        return self.emitter.call(aten.mul.Tensor, left, right)
+        return self._call(aten.mul.Tensor, left, right)
 
     def _over(self, left: Node | float, right: Node) -> Node:
-        if isinstance(left, Node):
-            return self.emitter.call(aten.div.Tensor, left, right)
-        if not isinstance(value(right), torch.Tensor):  # a symbolic size
-            return self.emitter.call(operator.truediv, left, right)
-        inverse = self.emitter.call(aten.reciprocal.default, right)
-        return inverse if left == 1 else self.emitter.call(aten.mul.Tensor, inverse, left)
+        if isinstance(left, Node) or not isinstance(value(right), torch.Tensor):
+            return self._call(aten.div.Tensor, left, right)
+        inverse = self._call(aten.reciprocal.default, right)
+        return inverse if left == 1 else self._call(aten.mul.Tensor, inverse, left)
+
+    def _call(self, target: Target, *args: Node | float) -> Node:
+        """Symbolic numbers among themselves are Python's, float64: an operator would give a tensor of float32."""
+        nodes = (arg for arg in args if isinstance(arg, Node))
+        tensors = any(isinstance(value(node), torch.Tensor) for node in nodes)
+        return self.emitter.call(target if tensors else _OF_NUMBERS[target], *args)

@@ -190,6 +190,21 @@ def test_dynamic_sizes(spelling: Spelling) -> None:
         harness.check_report(spelling, report.to_dict())
 
 
+SIZES_AMONG_NUMBERS = (
+    "smoothed_by_scatter",
+    "smoothed_by_where",
+    "smoothed_kl_div",
+)
+
+
+@by_name(SIZES_AMONG_NUMBERS)
+def test_numbers_of_dynamic_sizes_stay_float64(spelling: Spelling) -> None:
+    """A number times the size of the vocabulary, which no operator on tensors may compute in float32."""
+    prepare(spelling)
+    fn = torch.compile(spelling.fn, backend="slime_fused", options=OPTIONS, dynamic=True)
+    harness.compare(fn, spelling, torch.float64, data=("plain",))
+
+
 def batch_sizes(spelling: Spelling) -> tuple[int, ...]:
     """Two numbers of rows, or the one that the spelling is written for."""
     return (harness.ROWS,) if spelling.name in FIXED_SIZES else (5, 9)
