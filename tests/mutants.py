@@ -929,6 +929,41 @@ MUTANTS = [
             "operand, at, 0, 1)",
         ),
         (
+            "rows beside the slice are not zero", "sliced_gradients.py", "test_sliced_gradients.py left_out",
+            "return emit.where(rows.are_kept(), grown, zero)",
+            "return grown",
+        ),
+        (
+            "a slice may start elsewhere", "sliced_gradients.py", "test_sliced_gradients.py what_stays",
+            "alike = (dim, start, step) == (kept.dim, kept.start, 1)",
+            "alike = (dim, step) == (kept.dim, 1)",
+        ),
+        (
+            "rows before the slice are not zero", "sliced_gradients.py", "test_sliced_gradients.py left_out",
+            "        if kept.start:\n            after",
+            "        if False:\n            after",
+        ),
+        (
+            "a weight per column is one per row", "sliced_gradients.py", "test_sliced_gradients.py weights or columns",
+            "        if same(shape[-1], 1):\n            return self.row",
+            "        if True:\n            return self.row",
+        ),
+        (
+            "gradients of few rows grow", "sliced_gradients.py", "test_sliced_gradients.py what_stays",
+            "_LEAST_KEPT = 0.5",
+            "_LEAST_KEPT = 0.0",
+        ),
+        (
+            "a gradient grows although nothing is reduced", "sliced_gradients.py", "test_sliced_gradients.py what_stays",
+            "    if not rows.reduced:\n        return None\n",
+            "",
+        ),
+        (
+            "a lone softmax is taken", "walk/verdict.py", "test_near_misses.py",
+            "return computed_there and _meets_others(walk, root)",
+            "return computed_there",
+        ),
+        (
             "a stack of half precision is summed in it", "stacks.py", "test_stacks.py half_precision",
             "    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype\n",
             "    wide = dtype\n",

@@ -95,6 +95,24 @@ class _SoftCrossEntropyKept(torch.autograd.Function):
         return (probs - target) * grad.unsqueeze(-1), None
 
 
+def _without_last(logits: Tensor) -> Tensor:
+    """Rows as four sequences, `[4, rows / 4 - 1, vocab]`: the last of each predicts no token."""
+    return logits.unflatten(0, (4, -1))[:, :-1]
+
+
+def kl_of_shifted_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    return kl_distillation(_without_last(logits), _without_last(teacher))
+
+
+def reverse_kl_of_shifted_rows(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
+    kept = keep.unflatten(0, (4, -1))[:, 1:]
+    return reverse_kl(_without_last(logits), _without_last(teacher), kept)
+
+
+def jensen_shannon_of_shifted_rows(logits: Tensor, teacher: Tensor) -> Tensor:
+    return jensen_shannon(_without_last(logits), _without_last(teacher))
+
+
 def soft_cross_entropy_kept(logits: Tensor, teacher: Tensor) -> Tensor:
     """With a backward of its own that keeps both softmaxes, as SkyRL and NeMo-RL have it over vocabulary shards."""
     return _SoftCrossEntropyKept.apply(logits, teacher).mean()  # type: ignore[no-any-return]
@@ -178,6 +196,9 @@ PROGRAMS: dict[str, Program] = {
         reverse_kl,
         jensen_shannon,
         jensen_shannon_of_rows,
+        kl_of_shifted_rows,
+        reverse_kl_of_shifted_rows,
+        jensen_shannon_of_shifted_rows,
         soft_cross_entropy_kept,
         loss_and_reference_kl,
         masked_loss,

@@ -146,6 +146,20 @@ class Emitter:
     def sizes(self, node: Node) -> list[SizeArg]:
         return [self.size(node, dim) for dim in range(len(shape_of(node)))]
 
+    def strides(self, node: Node) -> list[SizeArg]:
+        """Those of a tensor without gaps, its last dimension the innermost."""
+        found: list[SizeArg] = [1]
+        for size in reversed(self.sizes(node)[1:]):
+            found.insert(0, self._times(found[0], size))
+        return found
+
+    def _times(self, left: SizeArg, right: SizeArg) -> SizeArg:
+        if isinstance(left, int) and isinstance(right, int):
+            return left * right
+        if 1 in (left, right):
+            return right if left == 1 else left
+        return self.call(operator.mul, left, right)
+
     # -- views, casts, constants -----------------------------------------------------------------
 
     def reshape(self, node: Node, sizes: Sequence[SizeArg]) -> Node:

@@ -39,7 +39,7 @@ def judge(walk: Walk) -> Verdict:
     refused: dict[Node, str] = {}
     for root in sorted(account.softmax_roots):
         found, left = counts[root]
-        if root not in read:
+        if root not in read and not _is_left_to_arithmetic(walk, root, after):
             refused[root] = "no value per row leaves: its softmax is used in full"
         elif root in account.doubtful:
             refused[root] = "a value per row is compared with full-vocabulary values that stay"
@@ -49,6 +49,27 @@ def judge(walk: Walk) -> Verdict:
             accepted.add(root)
     allies = {ally for ally, of in walk.context.roots.allies.items() if of in accepted}
     return Verdict(frozenset(accepted | allies), refused)
+
+
+def _is_left_to_arithmetic(walk: Walk, root: Node, live: set[Node]) -> bool:
+    """Whether what leaves of it is computed where it is read, beside other logits: a teacher's softmax is not kept."""
+    leaving = [
+        each
+        for new, each in walk.account.leaving.items()
+        if new in live and _root_of(walk, each.form) is root
+    ]
+    computed_there = bool(leaving) and not any(each.operators for each in leaving)
+    return computed_there and _meets_others(walk, root)
+
+
+def _meets_others(walk: Walk, root: Node) -> bool:
+    """Whether values of it meet those of other logits, as a teacher's and a student's do."""
+    met = {r for each in walk.account.refusals if root in each.roots for r in each.roots}
+    return bool(met & walk.account.softmax_roots - {root})
+
+
+def _root_of(walk: Walk, form: Form) -> Node | None:
+    return None if form.x is None else walk.context.roots.root_of[form.x]
 
 
 def used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:

@@ -25,6 +25,7 @@ from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.picked_rows import sum_first
 from fx_passes.row_demand import demand_rows
+from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
 from fx_passes.whole_logits import use_whole_logits
 from fx_passes.writable import give_writable
@@ -158,6 +159,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         found = fx_passes.fuse(graph, options.fuse_config())
         if options.lm_head:
             found = linear(graph, options.linear_config()).added_to(found)
+        if found.fused:
+            compute_all_rows(graph, options.min_vocab)
         nodes = fused_nodes(graph)
         record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
         part = describe(graph, found, len(nodes), options.min_vocab)
