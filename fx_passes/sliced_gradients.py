@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.changes import changes_of
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import (
     TAG,
@@ -62,7 +63,8 @@ def compute_all_rows(graph: Graph, min_vocab: int) -> int:
 
     Returns:
         How many; with 0 the graph is exactly as it was. A gradient stays where anything but element-wise operators and
-        reductions over the vocabulary computes it of slices like it, or where nothing of its size is reduced.
+        reductions over the vocabulary computes it of slices like it, where nothing of its size is reduced, or where it
+        would be computed of what forward changes in place.
     """
     done = 0
     for write in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
@@ -118,7 +120,8 @@ def _rewritten(graph: Graph, kept: _Kept) -> bool:
     emit.origin = kept.write
     with graph.inserting_before(kept.write):
         filled = _filled(_AllRows(emit, kept))
-    if filled is None:
+    changed = changes_of(graph).in_forward
+    if filled is None or any(changed.intersection(node.all_input_nodes) for node in emit.created):
         emit.discard()
         return False
     for node in emit.created:

@@ -53,6 +53,11 @@ class Changes:
     left: Mapping[Node, Node] = field(default_factory=dict)
     aliases: Mapping[Node, frozenset[Node]] = field(default_factory=dict)
 
+    @property
+    def in_forward(self) -> frozenset[Node]:
+        """All that backward would find changed, whether or not forward may read it."""
+        return self.never.union(*self.aliases.values())
+
     def without(self, inputs: Iterable[Node]) -> Changes:
         """`inputs` are read in backward after all."""
         gone = frozenset(inputs)
@@ -96,8 +101,7 @@ def keep_out_of_backward(graph: Graph) -> None:
 
     What backward itself reads of them is a copy that forward makes.
     """
-    changes = changes_of(graph)
-    changed = changes.never.union(*changes.aliases.values())
+    changed = changes_of(graph).in_forward
     readers = {user for node in changed for user in node.users if _computes(user)} - changed
     if not readers:
         return

@@ -172,6 +172,53 @@ def test_what_is_left_out_may_be_anything(name: str, garbage: float, rewritten: 
     assert rewritten[0] > 0
 
 
+Given = dict[str, Tensor]
+
+CHANGED = ("student", "teacher", "columns", "places")
+
+
+def of_what_changes(name: str, given: Given) -> Tensor:
+    """Backward reads all of it as it was before."""
+    x, z = given["student"][:, :-1] / 0.7, given["teacher"][:, :-1]
+    value = forward_kl(x, z) + reverse_kl(x + given["columns"], z + given["places"])
+    given[name].mul_(0.5)
+    return value
+
+
+def part_of_what_changes(name: str, given: Given) -> Tensor:
+    x, z = given["student"][:, :-1], given["teacher"][:, :-1]
+    value = reverse_kl(x, z)
+    {"student": x, "teacher": z}[name].zero_()
+    return value
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(of_what_changes, name) for name in CHANGED]
+    + [(part_of_what_changes, name) for name in CHANGED[:2]],
+)
+def test_what_forward_changes(loss: Callable[[str, Given], Tensor], name: str, inner: str) -> None:
+    def outcome(fn: Callable[[str, Given], Tensor]) -> list[Tensor]:
+        x, z, target = draw(0)
+        leaf = x.requires_grad_()
+        given = {
+            "student": leaf * 1,
+            "teacher": z,
+            "columns": torch.linspace(-1, 1, VOCAB),
+            "places": (target[:, 1:, None] + 9) * torch.linspace(0, 1, VOCAB),
+        }
+        value = fn(name, given)
+        weight = torch.linspace(0.5, 1.5, value.numel()).view_as(value)
+        return [value.detach(), *torch.autograd.grad((value * weight).sum(), leaf), given[name]]
+
+    torch._dynamo.reset()
+    options = OPTIONS | {"inner": inner}
+    fused = torch.compile(loss, backend="slime_fused", options=options)
+    for got, plain in zip(outcome(fused), outcome(loss), strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("shifted", 1), ("shifted, mixture", 2), ("shifted, forward", 2)]
 )
