@@ -4,9 +4,7 @@ The budget is the error of plain torch in the logits' own dtype plus one roundin
 process, then done by two gloo ranks.
 """
 
-import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,12 @@ from torch import Tensor
 from slime_compile.rl import row_statistics
 from slime_compile.rl.log_probs import log_probs_and_entropy
 from tests.support.dispatch import Allocations, Collectives
+from tests.support.ranks import on_ranks
 
 INF = float("inf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Both odd, one past a power of two; so many rows that plain torch's largest error is not one lucky number.
 N, V = 257, 129
-DEADLINE_S = 90  # of the two ranks: importing torch takes most of it on a busy machine
 
 
 @pytest.fixture
@@ -371,9 +369,7 @@ def test_rows_without_softmax_in_shards(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- two ranks ----------------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _rank(rank: int) -> None:
     group = dist.group.WORLD
     gen = torch.Generator().manual_seed(0)
     logits, target = _sample(gen, torch.float32)
@@ -406,22 +402,7 @@ def _rank(rank: int, path: str) -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
-    dist.destroy_process_group()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_rank, args=(rank, str(tmp_path / "rendezvous"))) for rank in (0, 1)
-    ]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(DEADLINE_S)
-        assert [process.exitcode for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
+def test_two_ranks() -> None:
+    assert on_ranks(2, _rank) == [None, None]
