@@ -1339,6 +1339,11 @@ MUTANTS = [
             "            if factor.as_number() is None or term.shift != stats.logsumexp:",
         ),
         (
+            "only the last of equal values is spelled out", "walk/spelled_out.py", "test_spelled_out.py stored and entropies_apart",
+            "            replaced[new].append(old)",
+            "            replaced[new][:] = [old]",
+        ),
+        (
             "logits that are computed again are not rounded", "walk/spelled_out.py", "test_spelled_out.py computed_again",
             "        if _is_rounded_if_stored(c.roots.root_of[form.x]):",
             "        if False:",

@@ -81,18 +81,33 @@ def jensen_shannon_of_rows(logits: Tensor, teacher: Tensor, rows: Tensor) -> Ten
     return _jensen_shannon(logits, teacher)[rows].sum() / len(rows)
 
 
-class _SoftCrossEntropyKept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
-        target, log_probs = teacher.softmax(-1), logits.log_softmax(-1)
-        loss = -torch.einsum("...v,...v->...", target, log_probs)
-        ctx.save_for_backward(log_probs.exp_(), target)
-        return loss
+def jensen_shannon_of_probabilities(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mixture from probabilities, which are computed once more by each divergence, as Liger has it."""
+    p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    mixture = torch.lerp(p.exp(), q.exp(), 0.5).log()
+    to_p = F.kl_div(mixture, p, reduction="sum", log_target=True)
+    to_q = F.kl_div(mixture, q, reduction="sum", log_target=True)
+    return (0.5 * to_p + 0.5 * to_q) / len(logits)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        probs, target = ctx.saved_tensors
-        return (probs - target) * grad.unsqueeze(-1), None
+
+def entropies_apart(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
+    """Cross entropy and entropy by functions of their own, each with a softmax of its own, as MiniLLM has it."""
+    dead = logits.isinf()
+
+    def expected(of: Tensor) -> Tensor:
+        probs = F.softmax(logits, -1, dtype=torch.float32)
+        log_probs = F.log_softmax(of, -1, dtype=torch.float32)
+        return -(probs * log_probs.masked_fill(dead, 0)).sum(-1)
+
+    return ((expected(teacher) - expected(logits)) * keep).sum() / keep.sum()
+
+
+def interpolated_teacher(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
+    """A teacher between the student as it is and the teacher's logits, as TAID has it."""
+    probs = F.softmax(0.6 * logits.detach() + 0.4 * teacher, -1, dtype=torch.float32)
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    per_row = (probs * log_probs).masked_fill(logits.isinf(), 0).sum(-1)
+    return -(per_row * keep).sum() / keep.sum()
 
 
 def _without_last(logits: Tensor) -> Tensor:
@@ -111,6 +126,20 @@ def reverse_kl_of_shifted_rows(logits: Tensor, teacher: Tensor, keep: Tensor) ->
 
 def jensen_shannon_of_shifted_rows(logits: Tensor, teacher: Tensor) -> Tensor:
     return jensen_shannon(_without_last(logits), _without_last(teacher))
+
+
+class _SoftCrossEntropyKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
+        target, log_probs = teacher.softmax(-1), logits.log_softmax(-1)
+        loss = -torch.einsum("...v,...v->...", target, log_probs)
+        ctx.save_for_backward(log_probs.exp_(), target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        probs, target = ctx.saved_tensors
+        return (probs - target) * grad.unsqueeze(-1), None
 
 
 def soft_cross_entropy_kept(logits: Tensor, teacher: Tensor) -> Tensor:
@@ -196,6 +225,9 @@ PROGRAMS: dict[str, Program] = {
         reverse_kl,
         jensen_shannon,
         jensen_shannon_of_rows,
+        jensen_shannon_of_probabilities,
+        entropies_apart,
+        interpolated_teacher,
         kl_of_shifted_rows,
         reverse_kl_of_shifted_rows,
         jensen_shannon_of_shifted_rows,

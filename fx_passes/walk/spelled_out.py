@@ -45,25 +45,28 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 
 def spell_out(c: Context, account: Account) -> None:
     """Arithmetic in place of each `row_grad` whose value nobody needs in memory."""
-    replaced = {new: old for old, new in account.replacements.items() if new in account.leaving}
+    replaced: dict[Node, list[Node]] = {new: [] for new in account.leaving}
+    for old, new in account.replacements.items():
+        if new in replaced:
+            replaced[new].append(old)  # the user's code may compute one value several times
     live = computed(c.emitter.graph, account.replacements)
     for new, leaving in list(account.leaving.items()):
-        old, form = replaced[new], leaving.form
+        olds, form = replaced[new], leaving.form
         if new not in live or leaving.from_softmax or not _few_columns(form):
             continue
-        absorbed = bool(form.others) or _only_absorbed([old, new], live)
+        absorbed = bool(form.others) or _only_absorbed([*olds, new], live)
         if absorbed and not _is_made_by_a_matmul(c, form):
-            _replace(c, account, old, leaving)
+            _replace(c, account, olds, leaving)
 
 
-def _replace(c: Context, account: Account, old: Node, leaving: Leaving) -> None:
+def _replace(c: Context, account: Account, olds: list[Node], leaving: Leaving) -> None:
     form, new = leaving.form, leaving.node
-    at, c.emitter.origin = c.emitter.origin, old
+    at, c.emitter.origin = c.emitter.origin, olds[0]
     spelled = arithmetic(c, form, value(new).dtype)
     c.emitter.origin = at
     del account.leaving[new]
     account.leaving[spelled] = replace(leaving, node=spelled, operators=())
-    account.replacements[old] = spelled
+    account.replacements |= dict.fromkeys(olds, spelled)
     new.replace_all_uses_with(spelled)
 
 

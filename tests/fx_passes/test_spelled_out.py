@@ -24,6 +24,9 @@ STORED = {
     "forward_kl": 0,
     "reverse_kl": 0,
     "jensen_shannon": 0,
+    "jensen_shannon_of_probabilities": 0,  # each softmax is computed twice
+    "entropies_apart": 0,
+    "interpolated_teacher": 0,
     "loss_and_reference_kl": 0,
     "masked_loss": 0,  # backward puts the mask over the gradient
     "padded_vocabulary": 0,
