@@ -27,7 +27,7 @@ from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.operators import EXACT, is_elementwise
 from fx_passes.graph.order import computed, tidy
-from fx_passes.graph.recompute import recompute_copies
+from fx_passes.graph.recompute import recompute_elements
 from fx_passes.graph.returned import Returned
 from fx_passes.outcome import FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
@@ -61,7 +61,7 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
     outcome = attempt(graph, config, fake_mode)
     keep_out_of_backward(graph)
     if outcome.fused:
-        recompute_copies(graph)
+        recompute_elements(graph)
     return outcome
 
 

@@ -28,6 +28,7 @@ from fx_passes.graph.facts import (
     SizeArg,
     hint,
     is_backward,
+    is_float_tensor,
     is_wide,
     rank_of,
     same,
@@ -51,6 +52,12 @@ aten = torch.ops.aten
 _LEAST_KEPT = 0.5
 """Of the rows: what is computed beside them costs at most as much again."""
 
+_DIVISIONS: set[Any] = {
+    aten.div.Tensor_mode,
+    aten.fmod.Tensor,
+    aten.remainder.Tensor,
+    aten.remainder.Scalar_Tensor,
+}
 _OVER_LAST: set[Any] = {aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
 
 
@@ -144,6 +151,11 @@ def _filled(rows: _AllRows) -> Node | None:
     return emit.where(rows.are_kept(), grown, zero)
 
 
+def _may_raise(node: Node) -> bool:
+    """For an element that the program does not have: an integer divided by one."""
+    return node.target in _DIVISIONS and not is_float_tensor(node)
+
+
 class _Stays(Exception):
     """Something computes the gradient that cannot be done for rows beside it."""
 
@@ -224,7 +236,7 @@ class _AllRows:
 
     def _mapped(self, node: Node) -> Node:
         """An element-wise operator, of all rows of its operands."""
-        if not (is_elementwise(node) and is_pure(node)):
+        if not (is_elementwise(node) and is_pure(node)) or _may_raise(node):
             raise _Stays
         if node.target in SAME_VALUE:
             return self._operand(node.args[0], node)

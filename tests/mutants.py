@@ -929,6 +929,11 @@ MUTANTS = [
             "operand, at, 0, 1)",
         ),
         (
+            "an integer is divided by one of no row", "sliced_gradients.py", "test_sliced_gradients.py what_stays and divided",
+            "    return node.target in _DIVISIONS and",
+            "    return False and",
+        ),
+        (
             "rows beside the slice are not zero", "sliced_gradients.py", "test_sliced_gradients.py left_out",
             "return emit.where(rows.are_kept(), grown, zero)",
             "return grown",
@@ -1305,8 +1310,23 @@ MUTANTS = [
         ),
         (
             "a copy that is to be kept is computed again", "graph/recompute.py", "test_recompute.py",
-            'or "recompute" in copy.meta',
+            'or "recompute" in node.meta',
             "or False",
+        ),
+        (
+            "a teacher's softmax is kept", "graph/recompute.py", "test_spelled_out.py was_given and interpolated",
+            "node in logits or node in of_statistics or not",
+            "node in logits or not",
+        ),
+        (
+            "what a copy is made of is kept", "graph/recompute.py", "test_recompute.py",
+            "node in of_statistics or not again.isdisjoint(node.users)",
+            "node in of_statistics",
+        ),
+        (
+            "a value that a matmul reads in backward is computed again", "graph/recompute.py", "test_recompute.py matmul",
+            "return is_backward(reader) and not absorbed",
+            "return False",
         ),
         (
             "backward reads rows that forward has changed", "graph/changes.py", "test_changed_rows.py",
@@ -1672,6 +1692,16 @@ MUTANTS = [
             "logits with an offset are rounded as log-probs are", "walk/row_nodes.py", "test_soundness.py their_own_logsumexp",
             "        return own and offsets == factor.terms",
             "        return own",
+        ),
+        (
+            "inference tensors are saved", "../slime_compile/backend/inference.py", "../backend/test_inference.py teachers and reverse",
+            "return given.clone() if",
+            "return given if",
+        ),
+        (
+            "changes of an inference tensor are lost", "../slime_compile/backend/inference.py", "../backend/test_inference.py changes",
+            "if versions != [own._version for own in copies]:",
+            "if False:",
         ),
         (
             "weak references lead nowhere", "../slime_compile/ops/holders.py", "../backend/test_logits_memory_is_held.py weak",

@@ -115,7 +115,15 @@ def is_zero(node: Node) -> bool:
 def is_elementwise(node: Node) -> bool:
     """Each element of the result is computed from the elements at its place, views and copies aside."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in CASTS | SAME_VALUE
+    return torch.Tag.pointwise in tags or node.target in CASTS | SAME_VALUE or _shows_bits(node)
+
+
+def _shows_bits(node: Node) -> bool:
+    """An element's bits as a number of another dtype."""
+    if node.target is not aten.view.dtype:
+        return False
+    given: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    return bool(given.dtype.itemsize == node.meta["val"].dtype.itemsize)
 
 
 def is_collective(node: Node) -> bool:

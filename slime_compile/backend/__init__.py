@@ -8,6 +8,7 @@ Entry point: `slime_fused`, found by torch through the entry-point group `torch_
     inductor      inner="inductor": the passes as inductor's own
     interpreted   inner="aot_eager": graphs run as they are
     consumed      logits that were overwritten, and another operation needs them
+    inference     inputs from inference mode, which autograd does not save
     registration  several threads may use the backend for the first time together
     check_ranks   the ranks of a group compare what they would exchange
 
@@ -27,6 +28,7 @@ from slime_compile.backend.inductor import (
     compile_inductor,
     noting_first_call,
 )
+from slime_compile.backend.inference import copying_inference_tensors
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import (
@@ -88,4 +90,6 @@ def slime_fused(
     record.publish()
     if not record.traced:
         compiled = noting_first_call(compiled, record)
-    return watching_hooks(compiled, record) if chosen.consume_logits is True else compiled
+    if chosen.consume_logits is True:
+        compiled = watching_hooks(compiled, record)
+    return copying_inference_tensors(compiled, example_inputs)

@@ -85,6 +85,10 @@ REWRITTEN: dict[str, Loss] = {
     "a weight of each element": lambda x, z, t: (
         (x[:, :-1].log_softmax(-1) - z[:, :-1].log_softmax(-1)).square() * z.sigmoid()[:, :-1]
     ).sum(-1),
+    "numbers divided by those of the rows kept": lambda x, z, t: (
+        (x[:, :-1].log_softmax(-1) - z[:, :-1].log_softmax(-1)).square()
+        * (torch.arange(x.shape[-1]) % (t[:, 1:, None] + 0.5))
+    ).sum(-1),
     "padding left out": lambda x, z, t: reverse_kl(x[:, :-1], z[:, :-1]).masked_fill(
         t[:, 1:] < 9, 0
     ),
@@ -103,6 +107,14 @@ STAYS: dict[str, Loss] = {
         x[:, :-1].log_softmax(-1)[..., 0] + (x.sin() * z)[:, :-1].sum(-1)
     ),
     "columns": lambda x, z, t: reverse_kl(x[..., :-1], z[..., :-1]),
+    "integers divided by those of the rows kept": lambda x, z, t: (
+        (x[:, :-1].log_softmax(-1) - z[:, :-1].log_softmax(-1)).square()
+        * (torch.arange(x.shape[-1]) % (t[:, 1:, None] + 1))
+    ).sum(-1),
+    "integers divided, rounded": lambda x, z, t: (
+        (x[:, :-1].log_softmax(-1) - z[:, :-1].log_softmax(-1)).square()
+        * torch.div(torch.arange(x.shape[-1]), t[:, 1:, None] + 1, rounding_mode="floor")
+    ).sum(-1),
     "running sums over rows": lambda x, z, t: reverse_kl(x[:, :-1], z[:, :-1].cumsum(1) / 9),
 }
 
