@@ -5,9 +5,10 @@ Entry point: `compute_all_rows`, on the joint graph once it is rewritten.
 NOTE [The gradient of a slice is another buffer]
 A loss over two logits, `student[:, :-1]` and `teacher[:, :-1]`, is arithmetic but for its statistics, and its gradient
 has a part that is summed over the vocabulary and then read again: the compiler stores that, and where nothing is sliced
-it writes the gradient over it. The gradient of a slice is written into zeros as large as the logits, which no buffer of
-the slice's size can be: one more N. So the same arithmetic is done on all rows of the logits, and what it gives in the
-rows that are left out, which may be anything, is replaced by zeros. Few rows more are computed, and one buffer is left.
+it writes the gradient over it. So it does with a long sum of terms. The gradient of a slice is written into zeros as
+large as the logits, which no buffer of the slice's size can be: one more N. So the same arithmetic is done on all rows
+of the logits, and what it gives in the rows that are left out, which may be anything, is replaced by zeros. Few rows
+more are computed, and one buffer is left.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ aten = torch.ops.aten
 _LEAST_KEPT = 0.5
 """Of the rows: what is computed beside them costs at most as much again."""
 
+_MOST_INLINED = 20
+"""Element-wise operators that the compiler computes where their value is read; it stores what takes more than about 30
+operations, loads and constants among them.
+"""
+
 _DIVISIONS: set[Any] = {
     aten.div.Tensor_mode,
     aten.fmod.Tensor,
@@ -70,8 +76,8 @@ def compute_all_rows(graph: Graph, min_vocab: int) -> int:
 
     Returns:
         How many; with 0 the graph is exactly as it was. A gradient stays where anything but element-wise operators and
-        reductions over the vocabulary computes it of slices like it, where nothing of its size is reduced, or where it
-        would be computed of what forward changes in place.
+        reductions over the vocabulary computes it of slices like it, where it is short and nothing of its size is
+        reduced, or where it would be computed of what forward changes in place.
     """
     done = 0
     for write in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
@@ -145,7 +151,7 @@ def _filled(rows: _AllRows) -> Node | None:
         grown = rows.wide(rows.kept.part)
     except _Stays:
         return None
-    if not rows.reduced:
+    if not rows.reduced and sum(map(is_elementwise, emit.created)) <= _MOST_INLINED:
         return None
     zero = emit.full([], 0.0, value(write).dtype, write)
     return emit.where(rows.are_kept(), grown, zero)

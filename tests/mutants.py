@@ -965,8 +965,13 @@ MUTANTS = [
         ),
         (
             "a gradient grows although nothing is reduced", "sliced_gradients.py", "test_sliced_gradients.py what_stays",
-            "    if not rows.reduced:\n        return None\n",
+            "    if not rows.reduced and sum(map(is_elementwise, emit.created)) <= _MOST_INLINED:\n        return None\n",
             "",
+        ),
+        (
+            "a long sum of a slice is stored", "sliced_gradients.py", "test_sliced_gradients.py test_rewritten and many",
+            "_MOST_INLINED = 20",
+            "_MOST_INLINED = 2000",
         ),
         (
             "a lone softmax is taken", "walk/verdict.py", "test_near_misses.py",

@@ -128,6 +128,15 @@ def jensen_shannon_of_shifted_rows(logits: Tensor, teacher: Tensor) -> Tensor:
     return jensen_shannon(_without_last(logits), _without_last(teacher))
 
 
+def loss_and_kl_of_shifted_rows(logits: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy, and the teacher's KL at a temperature, as fine-tuning with a teacher has it."""
+    student, of_teacher = (_without_last(each).contiguous() for each in (logits, teacher))
+    following = target.unflatten(0, (4, -1))[:, 1:].flatten()
+    log_probs, probs = (student / 2).log_softmax(-1), (of_teacher / 2).softmax(-1)
+    kl = 4 * F.kl_div(log_probs, probs, reduction="batchmean")
+    return 0.5 * F.cross_entropy(student.flatten(0, 1), following) + 0.5 * kl
+
+
 class _SoftCrossEntropyKept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
@@ -231,6 +240,7 @@ PROGRAMS: dict[str, Program] = {
         kl_of_shifted_rows,
         reverse_kl_of_shifted_rows,
         jensen_shannon_of_shifted_rows,
+        loss_and_kl_of_shifted_rows,
         soft_cross_entropy_kept,
         loss_and_reference_kl,
         masked_loss,
