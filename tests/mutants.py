@@ -929,6 +929,11 @@ MUTANTS = [
             "operand, at, 0, 1)",
         ),
         (
+            "a size has a device", "rules/pointwise.py", "test_spellings.py sizes_alone",
+            "return c.rows.emit_node(poly, dtype_of(form), c.emitter.origin)",
+            "return c.rows.emit_node(poly, dtype_of(form), next(iter(poly.atoms())))",
+        ),
+        (
             "an integer is divided by one of no row", "sliced_gradients.py", "test_sliced_gradients.py what_stays and divided",
             "    return node.target in _DIVISIONS and",
             "    return False and",

@@ -59,7 +59,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     if form.is_row and stays_rounded(node, form.e, dtype_of(form)):
-        rows = c.rows.emit_node(form.e, dtype_of(form), next(iter(form.e.atoms())))
+        rows = c.rows.emit_node(form.e, dtype_of(form), node)
         return form.with_(e=Poly.atom(c.emitter.cast(rows, narrow)))
     return form
 
@@ -299,8 +299,7 @@ def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     if poly.is_zero or poly.exceeds(sys.float_info.max):
         raise Refused("a division by zero, or by what is not finite")
     if inverse is None:
-        like = form.x or next(iter(poly.atoms()))
-        inverse = Poly.atom(c.rows.emit_node(poly, dtype_of(form), like)).inverse()
+        inverse = Poly.atom(_emitted(c, poly, form)).inverse()
     assert inverse is not None
     return inverse
 
@@ -454,6 +453,10 @@ def _log_of_row(c: Context, form: Form, poly: Poly) -> Poly:
     number = poly.as_number()
     if number is not None:
         return Poly.number(math.log(number)) if number > 0 else Poly.number(math.nan)
-    like = form.x or next(iter(poly.atoms()))
-    emitted = c.rows.emit_node(poly, dtype_of(form), like)
-    return c.rows.meaning(c.emitter.call(aten.log.default, emitted))
+    return c.rows.meaning(c.emitter.call(aten.log.default, _emitted(c, poly, form)))
+
+
+def _emitted(c: Context, poly: Poly, form: Form) -> Node:
+    """`poly` as a tensor on the device of the node at hand: it may be made of sizes alone."""
+    assert c.emitter.origin is not None
+    return c.rows.emit_node(poly, dtype_of(form), c.emitter.origin)

@@ -17,7 +17,7 @@ from torch import Tensor
 import slime_compile
 from tests.cases.spellings import BSV, NV, SPELLINGS, Outputs, Spelling, pick
 from tests.support import harness
-from tests.support.harness import OPTIONS, VOCAB, example_arguments, prepare
+from tests.support.harness import OPTIONS, VOCAB, example_arguments, no_worse_than_eager, prepare
 
 BY_NAME = {s.name: s for s in SPELLINGS}
 
@@ -203,6 +203,41 @@ def test_numbers_of_dynamic_sizes_stay_float64(spelling: Spelling) -> None:
     prepare(spelling)
     fn = torch.compile(spelling.fn, backend="slime_fused", options=OPTIONS, dynamic=True)
     harness.compare(fn, spelling, torch.float64, data=("plain",))
+
+
+def uniform(logits: Tensor) -> Tensor:
+    return torch.zeros_like(logits).softmax(-1)
+
+
+OF_SIZES_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "log": lambda x: x.logsumexp(-1) - uniform(x).log().sum(-1),
+    "divided": lambda x: (x.softmax(-1) / uniform(x)).square().sum(-1),
+    "inverse": lambda x: x.logsumexp(-1) + (1 / uniform(x)).sum(-1),
+    "rounded": lambda x: x.logsumexp(-1) + uniform(x).bfloat16().to(x.dtype).sum(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_SIZES_ALONE)
+def test_numbers_that_are_made_of_sizes_alone(name: str, dtype: torch.dtype) -> None:
+    """A uniform softmax is one over the size of the vocabulary, a number that is on no device."""
+    torch._dynamo.reset()
+    loss = OF_SIZES_ALONE[name]
+    fn = torch.compile(loss, backend="slime_fused", options=OPTIONS, dynamic=True)
+    for rows, vocab in ((5, 40), (7, 64)):
+        logits = torch.randn(rows, vocab).to(dtype)
+        true, plain, mine = (
+            value_and_gradient(each, of)
+            for each, of in ((loss, logits.double()), (loss, logits), (fn, logits))
+        )
+        for at in range(2):
+            no_worse_than_eager(mine[at], plain[at], true[at], dtype)
+
+
+def value_and_gradient(loss: Callable[[Tensor], Tensor], given: Tensor) -> list[Tensor]:
+    logits = given.clone().requires_grad_()
+    value = loss(logits)
+    return [value.detach(), *torch.autograd.grad(value.sum(), logits)]
 
 
 def batch_sizes(spelling: Spelling) -> tuple[int, ...]:
