@@ -6,13 +6,14 @@ Entry point: `recompute_elements`, for the partitioner, once the graph is rewrit
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import is_backward, same, shape_of, value
+from fx_passes.graph.facts import Size, is_backward, rank_of, same, shape_of
 from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise, is_pure
 
 slime_fused = torch.ops.slime_fused
@@ -32,13 +33,15 @@ def recompute_elements(graph: Graph) -> None:
     """
     statistics = graph.find_nodes(op="call_function", target=slime_fused.row_stats.default)
     logits = {node.all_input_nodes[0] for node in statistics}
+    widths = _different(shape_of(node)[-1] for node in logits)
     made, of_statistics = _made_of_inputs(graph)
     again: set[Node] = set()
     for node in reversed(graph.nodes):
         asked = node in logits or node in of_statistics or not again.isdisjoint(node.users)
-        wide = any(_is_as_wide(node, each) for each in logits)
         decided = node.op != "call_function" or "recompute" in node.meta  # what forward changes
-        if asked and node in made and wide and not decided and not _is_stored(node):
+        if not asked or decided or node not in made:
+            continue
+        if _is_as_wide(node, widths) and not _is_stored(node):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -52,7 +55,9 @@ def _made_of_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
             continue
         if _is_statistic(node):
             of_statistics.add(node)
-        elif _reads_one_element(node) and (made | of_statistics).issuperset(node.all_input_nodes):
+        elif _reads_one_element(node) and all(
+            each in made or each in of_statistics for each in node.all_input_nodes
+        ):
             made.add(node)
             if not of_statistics.isdisjoint(node.all_input_nodes):
                 of_statistics.add(node)
@@ -73,11 +78,16 @@ def _reads_one_element(node: Node) -> bool:
     return not node.all_input_nodes or node.target in VIEWS or is_elementwise(node)
 
 
-def _is_as_wide(node: Node, logits: Node) -> bool:
-    value_of = value(node)
-    if not isinstance(value_of, torch.Tensor) or value_of.ndim < 2:
-        return False
-    return same(value_of.shape[-1], shape_of(logits)[-1])
+def _different(sizes: Iterable[Size]) -> list[Size]:
+    found: list[Size] = []
+    for size in sizes:
+        if not any(same(size, each) for each in found):
+            found.append(size)
+    return found
+
+
+def _is_as_wide(node: Node, widths: list[Size]) -> bool:
+    return rank_of(node) > 1 and any(same(shape_of(node)[-1], each) for each in widths)
 
 
 def _is_stored(node: Node) -> bool:
