@@ -5,7 +5,7 @@ Sizes are `int` or `torch.SymInt`. Questions about sizes never add a guard, exce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -85,6 +85,14 @@ def is_float_tensor(node: object) -> bool:
 def is_wide(node: object, min_vocab: int) -> bool:
     """Floating, of two dimensions or more, the last of which may be a vocabulary; symbolic sizes by their hints."""
     return is_float_tensor(node) and rank_of(node) >= 2 and hint(shape_of(node)[-1]) >= min_vocab
+
+
+def is_as_wide(node: object, logits: Iterable[object]) -> bool:
+    """A tensor of two dimensions or more, the last of which is that of any of `logits`."""
+    if rank_of(node) < 2:
+        return False
+    columns = shape_of(node)[-1]
+    return any(same(columns, shape_of(each)[-1]) for each in logits)
 
 
 def byte_count(node: Node) -> int:

@@ -6,14 +6,13 @@ Entry point: `recompute_elements`, for the partitioner, once the graph is rewrit
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import Size, is_backward, rank_of, same, shape_of
+from fx_passes.graph.facts import is_as_wide, is_backward
 from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise, is_pure
 
 slime_fused = torch.ops.slime_fused
@@ -33,7 +32,6 @@ def recompute_elements(graph: Graph) -> None:
     """
     statistics = graph.find_nodes(op="call_function", target=slime_fused.row_stats.default)
     logits = {node.all_input_nodes[0] for node in statistics}
-    widths = _different(shape_of(node)[-1] for node in logits)
     made, of_statistics = _made_of_inputs(graph)
     again: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -41,7 +39,7 @@ def recompute_elements(graph: Graph) -> None:
         decided = node.op != "call_function" or "recompute" in node.meta  # what forward changes
         if not asked or decided or node not in made:
             continue
-        if _is_as_wide(node, widths) and not _is_stored(node):
+        if is_as_wide(node, logits) and not _is_stored(node):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -76,18 +74,6 @@ def _reads_one_element(node: Node) -> bool:
     if not is_pure(node):
         return False
     return not node.all_input_nodes or node.target in VIEWS or is_elementwise(node)
-
-
-def _different(sizes: Iterable[Size]) -> list[Size]:
-    found: list[Size] = []
-    for size in sizes:
-        if not any(same(size, each) for each in found):
-            found.append(size)
-    return found
-
-
-def _is_as_wide(node: Node, widths: list[Size]) -> bool:
-    return rank_of(node) > 1 and any(same(shape_of(node)[-1], each) for each in widths)
 
 
 def _is_stored(node: Node) -> bool:

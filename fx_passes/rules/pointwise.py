@@ -59,8 +59,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
         # what stays of it would be rounded, what is computed from the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     if form.is_row and stays_rounded(node, form.e, dtype_of(form)):
-        rows = c.rows.emit_node(form.e, dtype_of(form), node)
-        return form.with_(e=Poly.atom(c.emitter.cast(rows, narrow)))
+        return form.with_(e=Poly.atom(c.emitter.cast(_emitted(c, form.e, form), narrow)))
     return form
 
 

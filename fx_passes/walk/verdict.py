@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.forms import Form, Mask
-from fx_passes.graph.facts import is_backward, same, shape_of, value
+from fx_passes.graph.facts import is_as_wide, is_backward, value
 from fx_passes.graph.operators import MATMULS, VIEWS, is_collective
 from fx_passes.graph.order import ancestors, computed, descendants
 from fx_passes.walk.results import Result
@@ -141,10 +141,7 @@ def leaving_gradients(walk: Walk) -> set[Node]:
 
 def looks_wide(node: Node, roots: Iterable[Node]) -> bool:
     """Has the last dimension of a root, and is no matrix product."""
-    if node.target in MATMULS or not isinstance(value(node), torch.Tensor):
-        return False
-    shape = shape_of(node)
-    return len(shape) >= 2 and any(same(shape[-1], shape_of(root)[-1]) for root in roots)
+    return node.target not in MATMULS and is_as_wide(node, roots)
 
 
 def _refused_over(walk: Walk, roots: set[Node]) -> dict[Node, set[Node]]:

@@ -70,9 +70,8 @@ def compare(
     limit = torch.finfo(torch.float32).max
     if exponential > EXPONENTIALS[dtype.itemsize]:
         limit = EXPONENTIALS[dtype.itemsize]
-    if (
-        eps == EXACT
-    ):  # eager code is the truth itself, and its rounded values on the way are multiplied as others are
+    # In float64 eager code is the truth itself, and its rounded values on the way are multiplied as others are
+    if eps == EXACT:
         limit = 0.0
         between *= max(1.0, largest)
     found = (_row(*row, usual, largest, between, eps, limit) for row in zip(*rows, strict=True))
