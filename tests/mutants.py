@@ -77,6 +77,11 @@ MUTANTS = [
             "target",
         ),
         (
+            "numbers are rounded before they are multiplied", "walk/row_nodes.py", "walk/test_row_scalars.py wider",
+            "self._summands(poly, self._widest(poly, dtype))",
+            "self._summands(poly, dtype)",
+        ),
+        (
             "one-hot terms are not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or one_hot or temperature_per_token)",
             "hots=tuple(replace(t, weight=t.weight * factor) for t in form.hots),",
             "hots=form.hots,",

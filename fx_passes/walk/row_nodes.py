@@ -5,6 +5,7 @@ Entry points: `RowNodes.emit` and `emit_node`.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -114,19 +115,29 @@ class RowNodes:
         return {atom for atom, power in monomial if power > 0 and self._is_placed(atom)}
 
     def emit(self, poly: Poly, dtype: torch.dtype) -> Node | float:
-        """The node that computes `poly` in `dtype`; a number if no row scalar is in it."""
+        """The node that computes `poly` in `dtype`; a number if no row scalar is in it.
+
+        Wider numbers are not rounded before they are multiplied and added: one that `dtype` has as infinite may be
+        multiplied with 0.
+        """
         number = poly.as_number()
         if number is not None:
             return number
         total: Node | float | None = None
-        for term, plus in self._summands(poly, dtype):
+        for term, plus in self._summands(poly, self._widest(poly, dtype)):
             if total is None:
                 total = term if plus else self._negate(term)
             else:
                 total = self._sum(total, term, plus)
         assert isinstance(total, Node)
+        total = self._as_factor(total, dtype)
         self.meanings.setdefault(total, poly)
         return total
+
+    def _widest(self, poly: Poly, dtype: torch.dtype) -> torch.dtype:
+        fakes = (value(atom) for atom in poly.atoms())
+        numbers = (fake.dtype for fake in fakes if isinstance(fake, torch.Tensor))
+        return functools.reduce(torch.promote_types, numbers, dtype)
 
     def _summands(self, poly: Poly, dtype: torch.dtype) -> Iterator[tuple[Node | float, bool]]:
         """What is added, and what is subtracted: differences of large numbers first."""

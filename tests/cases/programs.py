@@ -194,6 +194,9 @@ RIGHT: dict[str, Program] = {
         "F.kl_div(y.log_softmax(-1), y.log_softmax(-1), log_target=True, reduction='none').sum(-1) * (state * 1e4) ** 2",
         grads=("inside", "leaf"),
     ),
+    "a number that float32 has as infinite, and no gradient": program(
+        "((y.exp().sum(-1) - state).exp() * 2)[:1]", lead=(3, 2), vocab=6, row_dtype="float64"
+    ),
     "the largest of probabilities that are rounded": program(
         "v0 = x.log_softmax(-1).exp().to(torch.bfloat16).clamp_min(-65504)",
         "v0.log_softmax(-1).argmax(-1), v0.logsumexp(-1)",

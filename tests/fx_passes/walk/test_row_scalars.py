@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,6 +221,20 @@ def test_zero_outside_its_rows_whatever_else_is_there() -> None:
         assert torch.equal(
             Values({**given, garbage: nan}, torch.float64)[emitted], torch.zeros_like(nan)
         )
+
+
+@pytest.mark.parametrize("other", [0.0, 1e-60])
+def test_a_wider_number_is_multiplied_before_it_is_rounded(other: float) -> None:
+    """1e60 is infinite in float32."""
+    r = Read()
+    first, second = (r.s.input("rows", (ROWS, 1), torch.float64) for _ in range(2))
+    emitted = r.rows.emit_node(Poly.atom(first) * Poly.atom(second), torch.float32, first)
+    given = {
+        n: torch.full((ROWS, 1), number, dtype=torch.float64)
+        for n, number in ((first, 1e60), (second, other))
+    }
+    wanted = torch.full((ROWS, 1), 1e60 * other, dtype=torch.float32)
+    assert torch.equal(Values(given, None)[emitted], wanted)
 
 
 def test_numbers() -> None:
