@@ -60,7 +60,7 @@ smoke-torch: $(OTHER)/.installed
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
 # these the package alone is installed, and what its losses import. slime is in no registry: SLIME=/path/to/a/checkout.
 TRAINERS := .venv-trainers
-OF_THEIR_LOSSES := triton ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx requests
+OF_THEIR_LOSSES := triton pillow ray tensordict orjson hydra-core codetiming pandas tyro einops hjson py-cpuinfo ninja pylatexenc httpx requests
 TRL_WITH_LOGITS := $(TRAINERS)/trl-1.10
 WITHOUT_THE_REST := megatron-core torchtitan spmd_types verl deepspeed openrlhf
 
