@@ -756,13 +756,13 @@ NO_REASONS = {EXPECTED, _FRAME.pattern}  # a label, and a regular expression
 
 def test_every_text_is_asserted() -> None:
     """A text is asserted where a string of the tests is a part of it, or all of it with its gaps filled."""
-    asserted = [literal for path in _TESTS.rglob("*.py") for literal in literals(path)]
+    asserted = {literal for path in _TESTS.rglob("*.py") for literal in literals(path)}
     missing = [
         f"{path.relative_to(_SOURCE)}:{line}: {text}"
         for path in sorted(_SOURCE.rglob("*.py"))
         if path.name != "torch_private.py"  # says nothing of a user's graph
         for line, text in texts(path)
-        if text not in UNREACHABLE and not any(_asserts(each, text) for each in asserted)
+        if text not in UNREACHABLE and not _is_asserted(text, asserted)
     ]
     assert not missing, "\n".join(missing)
 
@@ -822,11 +822,13 @@ def literals(path: Path) -> Iterator[str]:
             yield text
 
 
-def _asserts(literal: str, text: str) -> bool:
+def _is_asserted(text: str, asserted: set[str]) -> bool:
     parts = text.split(_GAP)
-    if any(literal in part for part in parts) and literal.count(" ") >= 1:
-        return True
-    return bool(re.search(".*".join(map(re.escape, parts)), literal, re.DOTALL))
+    filled = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(
+        (" " in literal and any(literal in part for part in parts)) or filled.search(literal)
+        for literal in asserted
+    )
 
 
 def described(s: Scratch) -> list[str]:
