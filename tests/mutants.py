@@ -82,6 +82,11 @@ MUTANTS = [
             "self._summands(poly, dtype)",
         ),
         (
+            "numbers are multiplied before what comes in", "walk/row_nodes.py", "test_small_programs.py overflows",
+            "key=lambda each: not is_backward(each[0]))",
+            "key=lambda each: False)",
+        ),
+        (
             "one-hot terms are not scaled", "algebra/arithmetic.py", "test_spellings.py test_spelling and fp32 and (smoothed or label_smoothing or one_hot or temperature_per_token)",
             "hots=tuple(replace(t, weight=t.weight * factor) for t in form.hots),",
             "hots=form.hots,",

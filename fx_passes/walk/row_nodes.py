@@ -16,7 +16,7 @@ from torch.fx import Node
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import value
+from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.operators import SHOWN, VIEWS, Target, under
 
 aten = torch.ops.aten
@@ -223,8 +223,12 @@ class RowNodes:
     def _monomial(
         self, monomial: Monomial, factor: Node | float, dtype: torch.dtype
     ) -> Node | float:
-        above = [(atom, power) for atom, power in monomial if power > 0]
-        below = [(atom, -power) for atom, power in monomial if power < 0]
+        """What comes in from backward is multiplied first, as autograd does: where it is 0, so is the product, also
+        where the product of the others overflows.
+        """
+        incoming = sorted(monomial, key=lambda each: not is_backward(each[0]))
+        above = [(atom, power) for atom, power in incoming if power > 0]
+        below = [(atom, -power) for atom, power in incoming if power < 0]
         result = factor
         for atom, power in above:
             for _ in range(power):

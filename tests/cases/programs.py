@@ -197,6 +197,9 @@ RIGHT: dict[str, Program] = {
     "a number that float32 has as infinite, and no gradient": program(
         "((y.exp().sum(-1) - state).exp() * 2)[:1]", lead=(3, 2), vocab=6, row_dtype="float64"
     ),
+    "numbers whose product overflows, and no gradient": program(
+        "v0 = x.logsumexp(-1) * (reward.abs() * 60).exp()", "(v0 * (state.abs() * 60).exp())[:1]", lead=(9,)
+    ),
     "the largest of probabilities that are rounded": program(
         "v0 = x.log_softmax(-1).exp().to(torch.bfloat16).clamp_min(-65504)",
         "v0.log_softmax(-1).argmax(-1), v0.logsumexp(-1)",
