@@ -21,6 +21,7 @@ from slime_compile.report import Report
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
 from slime_compile.report.values import GraphReport
+from tests.support import harness
 from tests.support.processes import run_python, runs_while_compiling
 
 ROWS, VOCAB = 6, 1030  # just above the default min_vocab, no multiple of anything
@@ -294,9 +295,7 @@ def one_value_per_row(logits: Tensor) -> Tensor:
     return (torch.tanh(logits).logsumexp(-1) + logits.sigmoid().sum(-1)).sum()
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@harness.each_inner
 @pytest.mark.parametrize("loss", [softmaxes_of_two_rows, one_value_per_row])
 def test_retain_graph_without_a_gradient_of_ours(
     loss: Callable[[Tensor], Tensor], inner: str

@@ -21,7 +21,6 @@ from tests.support.ranks import on_ranks
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 ROWS, VOCAB = 250, 4096  # 4 MB in float32, far above what rows and the profiler take
-INNERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
 ROW_BYTES = 200  # of forty numbers in float32 and some: statistics, coefficients, targets
 
 
@@ -78,7 +77,7 @@ def operators() -> None:
         pytest.skip(native.description())
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@harness.each_inner
 @pytest.mark.parametrize("name", LOSSES)
 def test_two_values_at_one_time(name: str, inner: str) -> None:
     harness.world()
@@ -86,7 +85,7 @@ def test_two_values_at_one_time(name: str, inner: str) -> None:
     assert max(over.values()) <= ROWS * ROW_BYTES, over
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@harness.each_inner
 def test_two_values_at_one_time_on_two_ranks(inner: str) -> None:
     """Each rank's logits are its shard of a vocabulary twice as large."""
     # A rank waits for the other one's compiler.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import harness
 from tests.support.processes import run_python, runs_while_compiling
 
 pytestmark = pytest.mark.skipif(
@@ -137,9 +138,7 @@ print(sorted(report.fused for report in slime_compile.reports()))
 """
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@harness.each_inner
 def test_first_use_from_six_threads(inner: str, private_cache: None) -> None:
     found = run_python(f"INNER = {inner!r}" + FIRST_USE)
     assert found.strip() == "[2, 2, 2, 2, 2, 2]"

@@ -30,6 +30,7 @@ from tests.deferred.models import (
     policy,
     tokens,
 )
+from tests.support.harness import each_inner
 
 __all__ = ["fresh", "tokens"]
 
@@ -40,9 +41,7 @@ def same(mine: list[Tensor], want: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@each_inner
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses(loss: Callable[..., Tensor], inner: str, tokens: Tensor) -> None:
     model = Model()

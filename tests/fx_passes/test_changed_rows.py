@@ -107,7 +107,7 @@ def outcome(fn: Callable[..., Tensor]) -> list[Tensor]:
     return calls
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@harness.each_inner
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_backward_has_what_forward_read(fn: Callable[..., Tensor], inner: str) -> None:
     torch._dynamo.reset()

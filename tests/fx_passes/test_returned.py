@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.support import harness
 
 ROWS, VOCAB = 6, 41
-INNERS = ("aot_eager", "inductor")
 
 
 def token(log_probs: Tensor, target: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ def facts(fn: Callable[..., tuple[Tensor, ...]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@harness.each_inner
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_results_are_those_of_eager_code(fn: Callable[..., tuple[Tensor, ...]], inner: str) -> None:
     torch._dynamo.reset()
@@ -171,7 +170,7 @@ def gradient_beside_changed_results(fn: Callable[..., tuple[Tensor, ...]]) -> Te
     return grad
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@harness.each_inner
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_results_that_are_changed_change_no_gradient(
     fn: Callable[..., tuple[Tensor, ...]], inner: str

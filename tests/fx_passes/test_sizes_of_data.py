@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import slime_compile
+from tests.support import harness
 from tests.support.ranks import own_copy
 
 ROWS, WIDTH, VOCAB, MISSED = 24, 8, 64, 5
@@ -112,9 +113,7 @@ def fails_in_plain_torch(name: str, backend: str, arguments: list[Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@harness.each_inner
 @pytest.mark.parametrize("head", [False, True], ids=["logits", "hidden"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_equal_to_eager(name: str, head: bool, inner: str) -> None:

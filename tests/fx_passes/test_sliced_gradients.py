@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fx_passes.sliced_gradients import compute_all_rows
 from slime_compile.backend import passes
-from tests.support.harness import OPTIONS, no_worse_than_eager
+from tests.support.harness import OPTIONS, each_inner, no_worse_than_eager
 
 BATCH, LENGTH, VOCAB = 3, 11, 40
 Loss = Callable[..., Tensor]
@@ -209,7 +209,7 @@ def part_of_what_changes(name: str, given: Given) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@each_inner
 @pytest.mark.parametrize(
     ("loss", "name"),
     [(of_what_changes, name) for name in CHANGED]

@@ -71,7 +71,7 @@ GIVEN_ALONE = [
 ]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@harness.each_inner
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", GIVEN_ALONE)
 def test_backward_keeps_only_what_was_given(name: str, dtype: torch.dtype, inner: str) -> None:

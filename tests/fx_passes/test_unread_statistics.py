@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_compile.ops import cpu
-from tests.support.harness import OPTIONS, VOCAB
+from tests.support.harness import OPTIONS, VOCAB, each_inner
 
 ROWS = 5
 
@@ -35,9 +35,7 @@ def label_smoothing(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
+@each_inner
 @pytest.mark.parametrize(
     ("loss", "mean", "total"),
     [

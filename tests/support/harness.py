@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +36,11 @@ DATA = ("plain", "hard")
 
 OPTIONS: dict[str, Any] = {"inner": "aot_eager", "min_vocab": MIN_VOCAB, "strict": True}
 PLAIN = "aot_eager_decomp_partition"  # the same decompositions and partitioner, without our pass
+
+each_inner = pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+"""The passes are the same; inductor takes a second or more for each graph."""
 LEAVES = ("logits", "reference", "hidden", "weight", "turned_weight", "bias")
 Lead = tuple[int, ...]  # the leading sizes, [N] or [B, S]
 
