@@ -204,10 +204,11 @@ def test_without_gradients(gen: torch.Generator) -> None:
     assert not log_probs.requires_grad
 
 
-def test_gradcheck(gen: torch.Generator) -> None:
+@pytest.mark.parametrize("fast_mode", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_gradcheck(fast_mode: bool, gen: torch.Generator) -> None:
     head, target = _sample(gen, torch.float64, rows=(3,))
     leaves = [each.requires_grad_() for each in head]
-    torch.autograd.gradcheck(lambda *of: tuple(_ours(of, target, 0.7)), leaves, fast_mode=True)
+    torch.autograd.gradcheck(lambda *of: tuple(_ours(of, target, 0.7)), leaves, fast_mode=fast_mode)
 
 
 def test_autocast(gen: torch.Generator) -> None:
