@@ -6,11 +6,14 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.facts import Shape, rank_of, same, shape_of, value
+from fx_passes.torch_private import FakeTensor, unset_fake_temporarily
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_SAME = {aten.alias.default, aten.detach.default, aten.clone.default}
+_SAME = {
+    aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default,
+}  # fmt: skip
 _EXACT = {torch.int32, torch.int64}
 
 
@@ -28,14 +31,33 @@ def counting_axis(node: Node) -> int | None:
             return None
         path.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    if node.op != "call_function" or node.kwargs.get("start", 0) != 0:
-        return None
-    if node.kwargs.get("step", 1) != 1 or value(node).dtype not in _EXACT:
+    if not (_is_written_down(node) if node.op == "get_attr" else _is_iota(node)):
         return None
     axis: int | None = 0
     for moved in reversed(path):
         axis = None if axis is None else _moved_axis(moved, axis)
     return axis
+
+
+def _is_iota(node: Node) -> bool:
+    if node.op != "call_function" or node.kwargs.get("start", 0) != 0:
+        return False
+    if node.kwargs.get("step", 1) != 1:
+        return False
+    return value(node).dtype in _EXACT
+
+
+def _is_written_down(node: Node) -> bool:
+    """`[0, 1, 2, ...]` or `range(n)` in the user's code: a constant that is only copied, so nobody changes it."""
+    if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
+        return False
+    constant = getattr(node.graph.owning_module, str(node.target), None)
+    if not isinstance(constant, torch.Tensor) or isinstance(constant, FakeTensor):
+        return False
+    if constant.dim() != 1 or constant.dtype not in _EXACT:
+        return False
+    with unset_fake_temporarily():
+        return torch.equal(constant.cpu(), torch.arange(len(constant), dtype=constant.dtype))
 
 
 def _moved_axis(node: Node, axis: int) -> int | None:

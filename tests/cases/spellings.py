@@ -329,6 +329,11 @@ def arange_index(logits: Tensor, target: Tensor) -> Outputs:
 
 
 @spelling("indexed")
+def range_index(logits: Tensor, target: Tensor) -> Outputs:
+    return (torch.log_softmax(logits, dim=-1)[range(logits.shape[0]), target],)
+
+
+@spelling("indexed")
 def arange_index_shifted(logits: Tensor, target: Tensor) -> Outputs:
     log_probs = torch.log_softmax(logits, dim=-1)
     rows = torch.arange(target.shape[0] - 1)

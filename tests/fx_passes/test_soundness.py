@@ -721,6 +721,19 @@ def from_the_end(x: Tensor, target: Tensor) -> Tensor:
     return x.log_softmax(-1)[torch.arange(ROWS), target]
 
 
+@program("indices", lambda: (logits(), tokens()))
+def rows_written_down_in_another_order(x: Tensor, target: Tensor) -> Tensor:
+    rows = [1, 0, *range(2, ROWS)]
+    return x.log_softmax(-1)[rows, target]
+
+
+@program("indices", lambda: (logits(), tokens()))
+def numbers_written_down_and_changed(x: Tensor, target: Tensor) -> Tensor:
+    rows = torch.tensor([*range(ROWS)])
+    rows[0] = 1
+    return x.log_softmax(-1)[rows, target]
+
+
 @program("indices", lambda: (logits(), some()))
 def rows_by_a_mask(x: Tensor, keep: Tensor) -> Tensor:
     return x.log_softmax(-1)[keep][:, 3]
