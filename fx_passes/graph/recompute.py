@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import is_as_wide, is_backward
+from fx_passes.graph.facts import is_as_wide, is_backward, same, value
 from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise, is_pure
 
 slime_fused = torch.ops.slime_fused
@@ -24,6 +24,9 @@ slime_fused = torch.ops.slime_fused
 # the teacher's logits and their statistics, element by element. Where backward reads such values in arithmetic alone,
 # they need not be there at all: they are computed again, element by element, in the kernel that makes the gradient.
 # `row_grad` would store them again, and so would a matmul, or whoever gets them returned.
+#
+# Logits that no arithmetic makes (rows that a mask picks) are in memory as well, for `row_stats`. They are kept instead
+# of what is made of them where backward reads them anyway, or a value that is no smaller.
 
 
 def recompute_elements(graph: Graph) -> None:
@@ -32,7 +35,9 @@ def recompute_elements(graph: Graph) -> None:
     """
     statistics = graph.find_nodes(op="call_function", target=slime_fused.row_stats.default)
     logits = {node.all_input_nodes[0] for node in statistics}
-    made, of_statistics = _made_of_inputs(graph)
+    there = _kept_anyway(graph, logits)
+    there |= _as_well_kept(graph, there, logits)
+    made, of_statistics = _made_of(graph, there)
     again: set[Node] = set()
     for node in reversed(graph.nodes):
         asked = node in logits or node in of_statistics or not again.isdisjoint(node.users)
@@ -44,21 +49,55 @@ def recompute_elements(graph: Graph) -> None:
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _made_of_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """What is made of forward's inputs, constants and statistics, element by element; what of that is of statistics."""
-    made = {n for n in graph.nodes if n.op in ("placeholder", "get_attr") and not is_tangent(n)}
+def _kept_anyway(graph: Graph, logits: set[Node]) -> set[Node]:
+    """What forward is given, and its numbers per row, which cost nothing."""
+    given = {n for n in graph.nodes if n.op in ("placeholder", "get_attr") and not is_tangent(n)}
+    calls = (n for n in graph.nodes if n.op == "call_function" and not is_backward(n))
+    return given | {n for n in calls if any(_is_per_row(n, x) for x in logits)}
+
+
+def _is_per_row(node: Node, logits: Node) -> bool:
+    found, wide = value(node), value(logits)
+    if not isinstance(found, torch.Tensor):
+        return False
+    return same(found.numel(), 1) or same(found.numel() * wide.shape[-1], wide.numel())
+
+
+def _as_well_kept(graph: Graph, there: set[Node], logits: set[Node]) -> set[Node]:
+    """Of logits that no arithmetic makes, those that may as well be kept for backward as what it reads."""
+    others = logits - _made_of(graph, there)[0] - there
+    made, _ = _made_of(graph, there | others)
+    return {x for x in others if any(map(is_backward, x.users)) or _makes_as_much(x, made)}
+
+
+def _makes_as_much(logits: Node, made: set[Node]) -> bool:
+    """Backward reads a value of this size or more that arithmetic makes of the logits."""
+    size = value(logits).dtype.itemsize
+    waiting, seen = [logits], {logits}
+    while waiting:
+        new = {n for n in waiting.pop().users if n in made} - seen
+        wide = [n for n in new if is_as_wide(n, {logits}) and value(n).dtype.itemsize >= size]
+        if any(is_backward(user) for n in wide for user in n.users):
+            return True
+        seen |= new
+        waiting += new
+    return False
+
+
+def _made_of(graph: Graph, there: set[Node]) -> tuple[set[Node], set[Node]]:
+    """What is made of `there` and constants, element by element; what of both is of statistics."""
+    made: set[Node] = set()
     of_statistics: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or is_backward(node):
             continue
-        if _is_statistic(node):
-            of_statistics.add(node)
-        elif _reads_one_element(node) and all(
-            each in made or each in of_statistics for each in node.all_input_nodes
-        ):
+        inputs = node.all_input_nodes
+        known = all(each in made or each in there for each in inputs)
+        if known and node not in there and _reads_one_element(node):
             made.add(node)
-            if not of_statistics.isdisjoint(node.all_input_nodes):
-                of_statistics.add(node)
+        follows = not of_statistics.isdisjoint(inputs) and (node in made or node in there)
+        if follows or _is_statistic(node):
+            of_statistics.add(node)
     return made, of_statistics
 
 
