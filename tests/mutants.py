@@ -1120,8 +1120,18 @@ MUTANTS = [
         ),
         (
             "another exponential is left in the logits", "walk/left.py", "test_changed_logits.py another",
-            "    same = there.scale == term.scale and there.shift == term.shift and there.b.is_zero",
-            "    same = there.b.is_zero",
+            "    if there.scale != term.scale or not there.b.is_zero or there.extent is not None:",
+            "    if not there.b.is_zero or there.extent is not None:",
+        ),
+        (
+            "exponentials that are left are relative to the maximum", "walk/left.py", "test_changed_logits.py exponentials",
+            "there.shift != stats.max or ",
+            "",
+        ),
+        (
+            "what is left is divided already", "walk/left.py", "test_changed_logits.py exponentials",
+            "    if there.shift == term.shift:",
+            "    if True:",
         ),
         (
             "logits that forward changes are read in backward", "fuse.py", "test_changed_logits.py",

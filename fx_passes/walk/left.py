@@ -38,9 +38,9 @@ def in_backward(c: Context) -> bool:
 def softmax_left(c: Context, form: Form) -> Left | None:
     """The exponential in the logits' place from which `form`'s single term is computed in backward.
 
-    `exp(y - t) u` is left, `exp(y - s) (a + b y)` is wanted. With t = s that is what is left times (a + b y) / u, and
-    y is its logarithm, plus t, minus log u. None where it is not so, or where what is left is rounded and the program
-    itself computes its gradient from something else.
+    `exp(y - t) u` is left, `exp(y - s) (a + b y)` is wanted. That is what is left times exp(t - s) (a + b y) / u, and y
+    is its logarithm, plus t, minus log u. None where it is not so, where t is not s nor the row's maximum, or where
+    what is left is rounded and the program itself computes its gradient from something else.
     """
     node = None if form.x is None else c.changes.left.get(c.roots.root_of[form.x])
     if node is None or form.x is None or len(form.exps) != 1 or not in_backward(c):
@@ -50,12 +50,26 @@ def softmax_left(c: Context, form: Form) -> Left | None:
     if not isinstance(left, Form) or left.x is not form.x or not left.is_exp or len(left.exps) != 1:
         return None
     (there,), (term,) = left.exps, form.exps
-    inverse = ONE.over(there.a)
-    same = there.scale == term.scale and there.shift == term.shift and there.b.is_zero
-    if not same or inverse is None or there.extent is not None or not _exact(c, form.x, node):
+    if there.scale != term.scale or not there.b.is_zero or there.extent is not None:
+        return None
+    inverse, ratio = ONE.over(there.a), _ratio(c, form, there, term)
+    if inverse is None or ratio is None or not _exact(c, form.x, node):
         return None
     shift = there.shift if term.b.is_zero else there.shift - _log(c, there.a, form)
-    return Left(node, left, Exp(term.scale, shift, term.a * inverse, term.b * inverse))
+    factor = inverse * ratio
+    return Left(node, left, Exp(term.scale, shift, term.a * factor, term.b * factor))
+
+
+def _ratio(c: Context, form: Form, there: Exp, term: Exp) -> Poly | None:
+    """exp(t - s): 1, or one over the row's sum where the exponentials are left as they were summed."""
+    if there.shift == term.shift:
+        return ONE
+    stats = c.statistics.known(form, term.scale)
+    if stats is None or there.shift != stats.max or term.shift != stats.logsumexp:
+        return None
+    assert form.x is not None
+    less = c.rows.emit_node(-stats.log_sum, dtype_of(form), form.x)
+    return Poly.atom(c.emitter.call(aten.exp.default, less))
 
 
 def _log(c: Context, factor: Poly, form: Form) -> Poly:

@@ -1,4 +1,4 @@
-"""In-place losses over a vocabulary shard: megatron-core's own functions, and slime's and verl's as they write them.
+"""In-place losses over a vocabulary shard: megatron-core's own functions; slime's, verl's, ROLL's as they write them.
 
 Each takes `(logits [N, V/tp], target [N], group)` and gives `[N]`; `meant` is the same over the whole vocabulary.
 `HANDED` says what a program hands to a loss: the given logits themselves, logits that it makes, or a clone; `OF_HEADS`
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases.functions import VocabParallelEntropy
@@ -53,6 +55,40 @@ def verl_entropy(logits: Tensor, target: Tensor, group: Any) -> Tensor:
     return VocabParallelEntropy.apply(logits)
 
 
+class ExponentialsKept(torch.autograd.Function):
+    """ROLL's log-prob: the exponentials are left in the logits, and divided by their sum in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        logits = logits.float()
+        peak = logits.max(dim=-1)[0]
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        logits -= peak.unsqueeze(-1)
+        own = target - dist.get_rank(group) * logits.shape[-1]
+        missed = (own < 0) | (own >= logits.shape[-1])
+        own[missed] = 0
+        rows = torch.arange(logits.shape[0])
+        chosen = logits[rows, own].clone()
+        chosen[missed] = 0.0
+        torch.exp(logits, out=logits)
+        total = logits.sum(dim=-1)
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(chosen, group=group)
+        ctx.save_for_backward(logits, missed, total, own)
+        return chosen - total.log()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        exponentials, missed, total, own = ctx.saved_tensors
+        gradient = exponentials.div_(total.unsqueeze(-1)).neg_()
+        gradient[torch.arange(len(own)), own] += 1 - missed.float()
+        return gradient.mul_(grad.unsqueeze(-1)), None, None
+
+
+def roll_log_prob(logits: Tensor, target: Tensor, group: Any) -> Tensor:
+    return ExponentialsKept.apply(logits, target, group)
+
+
 def verl_both(logits: Tensor, target: Tensor, group: Any) -> Tensor:
     """verl's engine: the log-prob from a copy where the entropy keeps the logits."""
     copied = logits.clone()
@@ -61,7 +97,7 @@ def verl_both(logits: Tensor, target: Tensor, group: Any) -> Tensor:
 
 LOSSES: dict[str, Loss] = {
     loss.__name__: loss
-    for loss in (megatron, megatron_fused, slime_entropy, verl_entropy, verl_both)
+    for loss in (megatron, megatron_fused, slime_entropy, verl_entropy, verl_both, roll_log_prob)
 }
 
 
@@ -100,5 +136,6 @@ def meant(name: str, handed: str, logits: Tensor, target: Tensor) -> Tensor:
         "slime_entropy": entropy,
         "verl_entropy": entropy,
         "verl_both": entropy - loss,
+        "roll_log_prob": -loss,
     }
     return values[name].sum() if handed == "summed_head" else values[name]

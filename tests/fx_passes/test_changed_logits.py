@@ -90,6 +90,54 @@ def cross_entropy_in_place(logits: Tensor, target: Tensor) -> Tensor:
     return InPlaceCrossEntropy.apply(logits, target)
 
 
+class LeavesExponentials(torch.autograd.Function):
+    """ROLL's: what is left in the logits is divided by its sum in backward, in place too."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shift: bool) -> Tensor:
+        if shift:
+            logits -= logits.max(-1, keepdim=True).values
+        chosen = _token(logits, target)
+        total = torch.exp(logits, out=logits).sum(-1, keepdim=True)
+        ctx.save_for_backward(logits, total, target)
+        return chosen - total.log().squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        exponentials, total, target = ctx.saved_tensors
+        gradient = exponentials.div_(total).neg_()
+        gradient[torch.arange(len(target)), target] += 1
+        return gradient.mul_(grad[:, None]), None, None
+
+
+def exponentials_are_left(logits: Tensor, target: Tensor) -> Tensor:
+    return LeavesExponentials.apply(logits, target, True)
+
+
+def exponentials_of_the_logits_are_left(logits: Tensor, target: Tensor) -> Tensor:
+    return LeavesExponentials.apply(logits, target, False)
+
+
+class LeavesSquares(torch.autograd.Function):
+    """The exponentials of a sum, whose squares are left in the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        exponentials = logits.exp()
+        ctx.save_for_backward(exponentials)
+        logits.mul_(2).exp_()
+        return exponentials.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (exponentials,) = ctx.saved_tensors
+        return exponentials * grad[:, None]
+
+
+def another_power_is_left(logits: Tensor, target: Tensor) -> Tensor:
+    return LeavesSquares.apply(logits)
+
+
 class LeavesSoftmax(torch.autograd.Function):
     """Cross entropy that leaves its softmax, rounded to the logits' dtype, and keeps its own."""
 
@@ -259,6 +307,9 @@ FUNCTIONS = [
     masked,
     a_view_is_changed,
     cross_entropy_in_place,
+    exponentials_are_left,
+    exponentials_of_the_logits_are_left,
+    another_power_is_left,
 ]
 
 
