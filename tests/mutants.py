@@ -1354,16 +1354,6 @@ MUTANTS = [
             "node in logits or not",
         ),
         (
-            "what is made of picked rows is kept", "graph/recompute.py", "test_recompute.py picked",
-            "any(map(is_backward, x.users)) or _makes_as_much(x, made)",
-            "any(map(is_backward, x.users))",
-        ),
-        (
-            "picked rows are kept for flags", "graph/recompute.py", "test_recompute.py picked",
-            " and value(n).dtype.itemsize >= size]",
-            "]",
-        ),
-        (
             "numbers per row are not there", "graph/recompute.py", "test_recompute.py among",
             "same(found.numel() * wide.shape[-1], wide.numel())",
             "False",

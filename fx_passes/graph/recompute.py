@@ -25,8 +25,8 @@ slime_fused = torch.ops.slime_fused
 # they need not be there at all: they are computed again, element by element, in the kernel that makes the gradient.
 # `row_grad` would store them again, and so would a matmul, or whoever gets them returned.
 #
-# Logits that no arithmetic makes (rows that a mask picks) are in memory as well, for `row_stats`. They are kept instead
-# of what is made of them where backward reads them anyway, or a value that is no smaller.
+# Logits that the graph makes otherwise (rows that a mask picks, padded ones) are not there for nothing: what they are
+# kept in, backward could write over.
 
 
 def recompute_elements(graph: Graph) -> None:
@@ -36,7 +36,6 @@ def recompute_elements(graph: Graph) -> None:
     statistics = graph.find_nodes(op="call_function", target=slime_fused.row_stats.default)
     logits = {node.all_input_nodes[0] for node in statistics}
     there = _kept_anyway(graph, logits)
-    there |= _as_well_kept(graph, there, logits)
     made, of_statistics = _made_of(graph, there)
     again: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -61,27 +60,6 @@ def _is_per_row(node: Node, logits: Node) -> bool:
     if not isinstance(found, torch.Tensor):
         return False
     return same(found.numel(), 1) or same(found.numel() * wide.shape[-1], wide.numel())
-
-
-def _as_well_kept(graph: Graph, there: set[Node], logits: set[Node]) -> set[Node]:
-    """Of logits that no arithmetic makes, those that may as well be kept for backward as what it reads."""
-    others = logits - _made_of(graph, there)[0] - there
-    made, _ = _made_of(graph, there | others)
-    return {x for x in others if any(map(is_backward, x.users)) or _makes_as_much(x, made)}
-
-
-def _makes_as_much(logits: Node, made: set[Node]) -> bool:
-    """Backward reads a value of this size or more that arithmetic makes of the logits."""
-    size = value(logits).dtype.itemsize
-    waiting, seen = [logits], {logits}
-    while waiting:
-        new = {n for n in waiting.pop().users if n in made} - seen
-        wide = [n for n in new if is_as_wide(n, {logits}) and value(n).dtype.itemsize >= size]
-        if any(is_backward(user) for n in wide for user in n.users):
-            return True
-        seen |= new
-        waiting += new
-    return False
 
 
 def _made_of(graph: Graph, there: set[Node]) -> tuple[set[Node], set[Node]]:

@@ -57,6 +57,11 @@ def made_inside(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
     return masked(logits @ torch.eye(VOCAB), allowed, target)
 
 
+def picked(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+    """Rows that are a copy: backward may write over it."""
+    return masked(logits[target.flip(0)], allowed, target)
+
+
 def plain(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target)
 
@@ -72,6 +77,7 @@ def plain(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
         (among_columns, 1),
         (among_chosen_columns, 0),
         (made_inside, 0),
+        (picked, 0),
         (plain, 0),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -99,39 +105,6 @@ def test_copies(program: Program, copies: int, graphs: list[torch.fx.Graph]) -> 
     recompute.recompute_elements(graph)
     policies = [node.meta.get("recompute") for node in graph.nodes]
     assert CheckpointPolicy.PREFER_RECOMPUTE not in policies
-
-
-def test_of_picked_rows(graphs: list[torch.fx.Graph]) -> None:
-    """They are in memory for their statistics; a value as large that is made of them need not be."""
-
-    def weighted(logits: Tensor, order: Tensor) -> Tensor:
-        rows = logits[order]
-        weights = rows.detach().softmax(-1) * rows.detach().sigmoid()
-        return (weights * rows.log_softmax(-1)).sum(-1).mean()
-
-    again = _again(weighted, graphs)
-    assert again >= {torch.ops.aten.sigmoid.default, torch.ops.aten.mul.Tensor}
-    assert torch.ops.aten.index.Tensor not in again
-
-
-def test_flags_of_picked_rows_are_smaller(graphs: list[torch.fx.Graph]) -> None:
-    def flagged(logits: Tensor, order: Tensor) -> Tensor:
-        rows = logits[order].detach()
-        likely = rows > rows.logsumexp(-1, keepdim=True) - 3
-        return (logits * likely).sum(-1).mean()
-
-    assert not _again(flagged, graphs)
-
-
-def _again(
-    fn: Callable[[Tensor, Tensor], Tensor], graphs: list[torch.fx.Graph]
-) -> set[torch.fx.node.Target]:
-    """The operators that backward computes again; right, in any case."""
-    leaf, order = torch.randn(ROWS, VOCAB, requires_grad=True), torch.arange(ROWS).flip(0)
-    fused = torch.compile(fn, backend="slime_fused", options=dict(harness.OPTIONS))
-    one, two = (torch.autograd.grad(each(leaf, order), leaf) for each in (fn, fused))
-    torch.testing.assert_close(one, two)
-    return {n.target for n in graphs.pop().nodes if "recompute" in n.meta}
 
 
 def test_given_logits_that_forward_changes() -> None:
