@@ -367,6 +367,11 @@ MUTANTS = [
             "    if False:",
         ),
         (
+            "columns of any operator are distinct", "rules/indices.py", "test_soundness.py best_columns",
+            "    if found.target is not operator.getitem or found.args[1] != 1:\n        return False",
+            "    if found.target is not operator.getitem or found.args[1] != 1:\n        return True",
+        ),
+        (
             "any numbers that are written down count", "rules/indices.py", "test_soundness.py written",
             "        return torch.equal(constant.cpu(), torch.arange(len(constant), dtype=constant.dtype))",
             "        return True",
@@ -489,7 +494,7 @@ MUTANTS = [
         ),
         (
             "several columns are overwritten", "rules/columns.py", "test_small_programs.py right and (overwritten)",
-            "    if not (accumulate or same(shape_of(index)[dim], 1)):",
+            "    if not (accumulate or same(shape_of(index)[dim], 1) or are_distinct(index, dim)):",
             "    if False:",
         ),
         (

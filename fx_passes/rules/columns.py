@@ -11,7 +11,7 @@ from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Shape, SizeArg, guarded_same, hint, rank_of, same, shape_of, value
-from fx_passes.rules.indices import counting_axis
+from fx_passes.rules.indices import are_distinct, counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows
 from fx_passes.rules.row_writes import write_rows
@@ -112,7 +112,7 @@ def _from_the_end(c: Context, form: Form, columns: Node) -> Node:
 def scatter(
     c: Context, node: Node, operand: Operand, dim: int, index: Operand, src: Operand
 ) -> Result:
-    """W with `src` at one column per row: W + [v == index] (src - W[index])."""
+    """W with `src` at one column per row, or at several that differ: W + [v == index] (src - W[index])."""
     return _scattered(c, node, operand, dim, index, src, accumulate=False)
 
 
@@ -160,7 +160,7 @@ def _scattered(
         form = form.with_(vdim=dim)
     if dim != form.vdim or not _covers_rows(form, shape_of(index)):
         raise Refused("a scatter over another dimension than the vocabulary")
-    if not (accumulate or same(shape_of(index)[dim], 1)):
+    if not (accumulate or same(shape_of(index)[dim], 1) or are_distinct(index, dim)):
         raise Refused("several columns per row are overwritten")
     weight = _weight(c, form, src)
     shape = src.shape if isinstance(src, Form) else _shape_of_rows(src)

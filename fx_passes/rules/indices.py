@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from fx_passes.graph.facts import Shape, rank_of, same, shape_of, value
+from fx_passes.graph.operators import SAME_VALUE, under
 from fx_passes.torch_private import FakeTensor, unset_fake_temporarily
 
 aten = torch.ops.aten
@@ -89,6 +93,18 @@ def _viewed_axis(inner: Shape, shape: Shape, axis: int) -> int | None:
     if not alone or len(places) != 1 or not same(shape[places[0]], inner[axis]):
         return None
     return places[0]
+
+
+def are_distinct(index: Node, dim: int) -> bool:
+    """The columns of `topk`: no two in a row are the same."""
+    found = under(index, SAME_VALUE)
+    if found.target is not operator.getitem or found.args[1] != 1:
+        return False
+    (chosen,) = found.all_input_nodes
+    if chosen.target is not aten.topk.default:
+        return False
+    along: Any = chosen.args[2] if len(chosen.args) > 2 else chosen.kwargs.get("dim", -1)
+    return bool(along % rank_of(index) == dim)
 
 
 def rolled_by(index: object, size: object) -> int | None:

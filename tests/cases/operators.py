@@ -536,6 +536,9 @@ def scattered(target: Any) -> Case:
             x = m.call(aten.full.default, list(sizes(x)), 0.0, dtype=m.s.dtype, device="cpu")
         columns = m.one(1, 1, 1, 2, VOCAB) if target is aten.scatter_add.default else m.one(1, 1, 2)
         index = m.index(rows_named(m, x, columns))
+        if m.rarely():
+            best = m.s.call(aten.topk.default, m.s.input("rows", sizes(x)), m.some(1, 3))
+            index = m.s.call(operator.getitem, best, 1)
         at = m.dim(x) if m.rarely() else -1
         if target is aten.scatter.value:
             return m.call(target, x, at, index, m.one(*NUMBERS))

@@ -1124,6 +1124,12 @@ def top_k_distillation(logits: Tensor, teacher: Tensor) -> Outputs:
     return (other.exp() * (other - student)).sum(-1), tail
 
 
+@spelling("divergence", fused=None)
+def entropy_of_top_k(logits: Tensor) -> Outputs:
+    best = logits.float().topk(4, dim=-1).values - logits.float().logsumexp(-1, keepdim=True)
+    return (-(best.exp() * best).sum(-1),)
+
+
 @spelling("divergence", "log_softmax", fused=None)
 def reverse_kl_of_full_rows(logits: Tensor, reference: Tensor, target: Tensor) -> Outputs:
     policy, base = logits.log_softmax(-1), reference.detach().log_softmax(-1)
