@@ -15,9 +15,7 @@ from fx_passes.torch_private import FakeTensor, unset_fake_temporarily
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-_SAME = {
-    aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default,
-}  # fmt: skip
+_SAME = SAME_VALUE | {aten.lift_fresh_copy.default}
 _EXACT = {torch.int32, torch.int64}
 
 

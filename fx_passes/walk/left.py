@@ -52,8 +52,11 @@ def softmax_left(c: Context, form: Form) -> Left | None:
     (there,), (term,) = left.exps, form.exps
     if there.scale != term.scale or not there.b.is_zero or there.extent is not None:
         return None
-    inverse, ratio = ONE.over(there.a), _ratio(c, form, there, term)
-    if inverse is None or ratio is None or not _exact(c, form.x, node):
+    inverse = ONE.over(there.a)
+    if inverse is None or not _exact(c, form.x, node):
+        return None
+    ratio = _ratio(c, form, there, term)
+    if ratio is None:
         return None
     shift = there.shift if term.b.is_zero else there.shift - _log(c, there.a, form)
     factor = inverse * ratio
