@@ -7,7 +7,8 @@ What is public, by home; everything is imported on first use:
     report              reports, summary: what this process has compiled; Report
     dry_run.explain     explain: what would be fused
     dry_run.estimate    estimate_peak: the peak memory of a loss at any size; Estimate
-    dynamo.remedies     inline_nested_compile, trace_distributed_nn: where Dynamo would leave a loss to Python
+    dynamo.remedies     inline_nested_compile, trace_distributed_nn, trace_async_all_reduce: where Dynamo would leave a
+                        loss to Python
     deferred.handle     defer_logits: a model hands out its logits without making them; DeferHandle
     deferred.logits     DeferredLogits: what it hands out; with_tensors: for a loss that insists on tensors
     rl.log_probs        log_probs_and_entropy: the same operators for eager callers
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
     from slime_compile.deferred.logits import DeferredLogits, with_tensors
     from slime_compile.dry_run.estimate import Estimate, estimate_peak
     from slime_compile.dry_run.explain import explain
-    from slime_compile.dynamo.remedies import inline_nested_compile, trace_distributed_nn
+    from slime_compile.dynamo.remedies import (
+        inline_nested_compile,
+        trace_async_all_reduce,
+        trace_distributed_nn,
+    )
     from slime_compile.report import Report, reports, summary
     from slime_compile.rl.linear_log_probs import linear_log_probs_and_entropy
     from slime_compile.rl.log_probs import log_probs_and_entropy
@@ -84,6 +89,7 @@ __all__ = [
     "split_response_rows",
     "split_responses",
     "summary",
+    "trace_async_all_reduce",
     "trace_distributed_nn",
     "with_tensors",
 ]
@@ -116,6 +122,7 @@ _HOMES = {
     "memory_probe": "rl.memory_probe",
     "redistribute_to_zigzag": "rl.redistribute",
     "inline_nested_compile": "dynamo.remedies",
+    "trace_async_all_reduce": "dynamo.remedies",
     "trace_distributed_nn": "dynamo.remedies",
     "with_tensors": "deferred.logits",
     "Report": "report",

@@ -326,8 +326,8 @@ INTERFACES = {
     ),
     "functional_all_reduce": Interface(
         "torch.distributed._functional_collectives:all_reduce",
-        "the collective that Dynamo can trace, for trace_distributed_nn",
-        "drop the remedy if Dynamo traces torch.distributed.nn by itself",
+        "the collective that Dynamo can trace, for trace_distributed_nn and trace_async_all_reduce",
+        "drop the remedies if Dynamo traces torch.distributed.nn and async_op=True by itself",
     ),
     "AutogradFunctionVariable": Interface(
         "torch._dynamo.variables.misc:AutogradFunctionVariable",

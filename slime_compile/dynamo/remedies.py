@@ -1,7 +1,8 @@
 """Opt-in help where Dynamo, before any backend is asked, leaves a trainer's loss to Python.
 
-Entry points: `inline_nested_compile` and `trace_distributed_nn`. Each is called once, before the loss is compiled,
-holds for the whole process and can be called again without harm. A report names the remedy at a break that it removes.
+Entry points: `inline_nested_compile`, `trace_distributed_nn` and `trace_async_all_reduce`. Each is called once, before
+the loss is compiled, holds for the whole process and can be called again without harm. A report names the remedy at a
+break that it removes.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fx_passes.graph.user_lines import skip_folder
+
+skip_folder(str(Path(__file__).parent))  # a report names the line that calls the collective
 
 
 def inline_nested_compile() -> None:
@@ -68,9 +74,48 @@ def trace_distributed_nn() -> None:
 
 _traces_distributed_nn = False
 
+
+def trace_async_all_reduce() -> None:
+    """Lets Dynamo trace `torch.distributed.all_reduce(..., async_op=True)`, as one that has ended when it returns.
+
+    ColossalAI's cross entropy and log-probs ask for the maximum so, and make a mask meanwhile; Dynamo breaks the graph
+    there. From now on it traces the functional collective, as for `async_op=False`, and hands out work that is done:
+    `wait()` and `is_completed()` are True at once, and there is nothing else to it. In eager code nothing changes.
+    """
+    global _traces_async_all_reduce
+    if _traces_async_all_reduce:
+        return
+    from slime_compile.torch_private import functional_all_reduce
+
+    @torch.compiler.substitute_in_graph(dist.all_reduce, skip_signature_check=True)
+    def traced(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        reduction = "sum" if op is None else op.name.lower()
+        whole: Any = dist.group.WORLD if group is None else group
+        tensor.copy_(functional_all_reduce(tensor, reduction, whole))
+        return _Ended() if async_op else None
+
+    _traces_async_all_reduce = True
+
+
+_traces_async_all_reduce = False
+
+
+class _Ended:
+    """What of `torch.distributed.Work` a collective that has ended still answers."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
 _REMEDIES = {
     r"torch\.compile call|compile\.<locals>\.fn": "slime_compile.inline_nested_compile() removes this break",
     r"distributed[/.]nn[/.]functional": "slime_compile.trace_distributed_nn() brings it into the graph",
+    r"async_op=True for distributed collectives": (
+        "slime_compile.trace_async_all_reduce() brings it into the graph if it is an all_reduce"
+    ),
     r"Dynamic shape operator": (
         "torch._dynamo.config.capture_dynamic_output_shape_ops = True brings it into the graph"
     ),
