@@ -26,6 +26,7 @@ aten = torch.ops.aten
 MAX_PIECES = 4
 """A mixture has two, or a few; more are samples, and arithmetic on all of them is no small kernel."""
 
+_VIEWS = (aten.view.default, aten.reshape.default)
 _TOGETHER: dict[Target, Target] = {
     aten.sum.dim_IntList: aten.add.Tensor,
     aten.mean.dim: aten.add.Tensor,
@@ -117,6 +118,8 @@ def _piece_by_piece(
     if join in node.all_input_nodes and join not in stacks:
         return _viewed(emit, node, join)
     first: Any = node.args[0]
+    if first is join and node.target in _VIEWS:  # of pieces that have one row
+        return _viewed(emit, node, join)
     if node.target is aten.select.int:
         return _selected(emit, node, stacks[first])
     if node.target is aten.slice.Tensor:
@@ -132,7 +135,7 @@ def _viewed(emit: Emitter, node: Node, join: Node) -> Stack:
     """`torch.stack` reaches the graph as a view of values that are joined: `[.., pieces x rows, ..]`."""
     pieces: Any = join.args[0]
     dim, shape = _join_dim(join), shape_of(pieces[0])
-    if node.target not in (aten.view.default, aten.reshape.default):
+    if node.target not in _VIEWS:
         raise _Stays  # which reads the join itself
     if not same_shape(shape_of(node), (*shape[:dim], len(pieces), *shape[dim:])):
         raise _Stays

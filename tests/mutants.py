@@ -1009,6 +1009,11 @@ MUTANTS = [
             "    wide = dtype\n",
         ),
         (
+            "a view of one sample's stack is no stack", "stacks.py", "test_stacks.py sample",
+            "first is join and node.target in _VIEWS",
+            "False",
+        ),
+        (
             "a reduction over more than the stack", "stacks.py", "test_stacks.py what_stays",
             "    if dims != [stack.dim]:\n        raise _Stays\n",
             "",
@@ -1357,6 +1362,16 @@ MUTANTS = [
             "a teacher's softmax is kept", "graph/recompute.py", "test_spelled_out.py was_given and interpolated",
             "node in logits or node in of_statistics or not",
             "node in logits or not",
+        ),
+        (
+            "logits keep the mark of what torch takes out", "graph/recompute.py", "test_recompute.py torch and temperature",
+            'node.meta.get("recompute") in _AGAIN',
+            "False",
+        ),
+        (
+            "logits keep the mark of a sum that torch takes out", "graph/recompute.py", "test_recompute.py torch and bias",
+            'node.meta.get("recompute") in _AGAIN',
+            "False",
         ),
         (
             "numbers per row are not there", "graph/recompute.py", "test_recompute.py among",

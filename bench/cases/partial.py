@@ -81,6 +81,12 @@ def jensen_shannon_of_rows(logits: Tensor, teacher: Tensor, rows: Tensor) -> Ten
     return _jensen_shannon(logits, teacher)[rows].sum() / len(rows)
 
 
+def jensen_shannon_of_a_sample(logits: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
+    """A batch of one, at a temperature of 1, which TRL divides by."""
+    of_rows = _jensen_shannon(logits[None] / 1.0, teacher[None] / 1.0)[0]
+    return of_rows[rows].sum() / len(rows)
+
+
 def jensen_shannon_of_probabilities(logits: Tensor, teacher: Tensor) -> Tensor:
     """The mixture from probabilities, which are computed once more by each divergence, as Liger has it."""
     p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
@@ -234,6 +240,7 @@ PROGRAMS: dict[str, Program] = {
         reverse_kl,
         jensen_shannon,
         jensen_shannon_of_rows,
+        jensen_shannon_of_a_sample,
         jensen_shannon_of_probabilities,
         entropies_apart,
         interpolated_teacher,

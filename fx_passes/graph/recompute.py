@@ -1,6 +1,7 @@
 """What backward computes again instead of keeping it.
 
-Entry point: `recompute_elements`, for the partitioner, once the graph is rewritten.
+Entry points: `recompute_elements`, for the partitioner, once the graph is rewritten; `keep_given`, once torch is done
+with it, too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,20 @@ def recompute_elements(graph: Graph) -> None:
         if is_as_wide(node, logits) and not _is_stored(node):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_given(graph: Graph) -> None:
+    """Nothing that the graph is given is to be computed again.
+
+    Where an operator changes nothing, as `x / 1.0`, torch's joint passes put `x` in its place and all of the operator's
+    `meta` on `x`; the partitioner then fails.
+    """
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr") and node.meta.get("recompute") in _AGAIN:
+            del node.meta["recompute"]
+
+
+_AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _kept_anyway(graph: Graph, logits: set[Node]) -> set[Node]:

@@ -1,7 +1,7 @@
 """`inner="inductor"`: our passes as inductor's custom passes, and what makes them safe in its compile cache.
 
-Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, the backward graph is made in
-place in `post_grad_custom_post_pass`, after inductor's own passes.
+Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, and seen to once more after
+inductor's own passes, in `joint_custom_post_pass`; the backward graph is made in place in `post_grad_custom_post_pass`.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.fx import Graph, GraphModule
 
+from fx_passes.graph.recompute import keep_given
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.identity import SOURCES
@@ -85,6 +86,11 @@ class _JointPass(_Pass):
         record.keep_unfused()
 
 
+class _JointEndPass(_Pass):
+    def run(self, graph: Graph) -> None:
+        keep_given(graph)
+
+
 class _BackwardPass(_Pass):
     def run(self, graph: Graph) -> None:
         # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
@@ -150,6 +156,7 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
 
 _HOOKS: dict[str, type[_Pass]] = {
     "joint_custom_pre_pass": _JointPass,
+    "joint_custom_post_pass": _JointEndPass,
     "post_grad_custom_post_pass": _BackwardPass,
 }
 

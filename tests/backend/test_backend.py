@@ -324,12 +324,12 @@ class Counting(CustomGraphPass):
 
 def test_the_users_passes_keep_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    joint, post = Counting(), Counting()
+    joint, end, post = Counting(), Counting(), Counting()
     torch._dynamo.reset()
-    with torch._inductor.config.patch(joint_custom_pre_pass=joint):
+    with torch._inductor.config.patch(joint_custom_pre_pass=joint, joint_custom_post_pass=end):
         options = {"inductor.post_grad_custom_post_pass": post}
         check_against_eager(torch.compile(log_probs, backend="slime_fused", options=options))
-    assert joint.calls == 1
+    assert (joint.calls, end.calls) == (1, 1)
     assert post.calls == 2  # forward and backward
     assert last_report().fused == 2
 

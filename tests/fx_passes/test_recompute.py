@@ -107,6 +107,25 @@ def test_copies(program: Program, copies: int, graphs: list[torch.fx.Graph]) -> 
     assert CheckpointPolicy.PREFER_RECOMPUTE not in policies
 
 
+@pytest.mark.parametrize(
+    "unchanged",
+    [lambda logits: logits / 1.0, lambda logits: logits + torch.zeros([])],
+    ids=["a temperature of 1", "a bias of 0"],
+)
+def test_what_torch_takes_out(unchanged: Callable[[Tensor], Tensor]) -> None:
+    """Its mark, to compute it again, would be that of the logits."""
+
+    def loss(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
+        return masked(unchanged(logits), allowed, target)
+
+    leaf = torch.randn(ROWS, VOCAB, requires_grad=True)
+    allowed, target = torch.arange(VOCAB) < VOCAB - 2, torch.arange(ROWS)
+    options = {"inner": "inductor", "min_vocab": VOCAB, "strict": True}
+    fused = torch.compile(loss, backend="slime_fused", options=options)
+    one, two = (torch.autograd.grad(fn(leaf, allowed, target), leaf) for fn in (loss, fused))
+    torch.testing.assert_close(one, two)
+
+
 def test_given_logits_that_forward_changes() -> None:
     def changed(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
         loss = masked(logits, allowed, target)

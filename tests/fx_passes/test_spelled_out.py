@@ -24,6 +24,7 @@ STORED = {
     "forward_kl": 0,
     "reverse_kl": 0,
     "jensen_shannon": 0,
+    "jensen_shannon_of_a_sample": 0,
     "jensen_shannon_of_probabilities": 0,  # each softmax is computed twice
     "entropies_apart": 0,
     "interpolated_teacher": 0,
@@ -65,6 +66,7 @@ GIVEN_ALONE = [
     "kl_distillation",
     "reverse_kl",
     "jensen_shannon",
+    "jensen_shannon_of_a_sample",
     "jensen_shannon_of_probabilities",
     "entropies_apart",
     "interpolated_teacher",

@@ -22,6 +22,10 @@ REDUCED: dict[str, Mixture] = {
     "logsumexp": lambda p: torch.stack(p).logsumexp(0),
     "logsumexp, rows first": lambda p: torch.stack(p, 1).logsumexp(1),
     "logsumexp, dimension kept": lambda p: torch.stack(p, -2).logsumexp(-2, True)[:, 0],
+    "logsumexp, of one sample": lambda p: torch.stack([each[None] for each in p]).logsumexp(0)[0],
+    "logsumexp, of one sample, behind it": lambda p: torch.stack(
+        [each[None] for each in p], 1
+    ).logsumexp(1)[0],
     "joined by hand": lambda p: torch.cat([each[None] for each in p]).logsumexp(0),
     "weights of their own": lambda p: (
         torch.stack(p) + p[0].new_tensor([-1.0, -0.5, 0.25][: len(p)])[:, None, None]
@@ -50,6 +54,9 @@ OTHERS: dict[str, Mixture] = {
     "over all": lambda p: torch.stack(p).exp().sum() * p[0],
     "more than a few": lambda p: torch.stack(p * 3).logsumexp(0),
     "not as large": lambda p: torch.cat([p[0], p[1][:1]]).exp().sum(0, True) * p[0],
+    "samples joined": lambda p: (
+        torch.cat([each[None] for each in p]).view(-1, VOCAB).exp().sum(0, True) * p[0]
+    ),
     "rows joined": lambda p: torch.cat(p).exp().sum(0, True) * p[0],
 }
 
