@@ -29,6 +29,11 @@ FULL: dict[str, tuple[str, ...]] = {
         "{f} * {g}[:1]", "{f} + {g}.mean(0, keepdim=True)", "{f}[:1] - {g}", "{f} * {r}[:1]", "{f} * {i}.unsqueeze(-1)",
         "{f} * {f}", "{f}.mul({r}).add({g})", "torch.true_divide({f}, {r})", "{f} + {m}.to({f}.dtype)", "{f} * 0",
     ),
+    "without effect": (
+        "{f} / 1.0", "{f} * 1", "{f} + 0", "{f} - 0.0", "{f} ** 1", "{f} + torch.zeros([])", "{f} * torch.ones_like({f})",
+        "{f}[:]", "{f}.reshape({f}.shape)", "{f}.expand_as({f})", "{f}.type_as({f})", "{f}.repeat(*[1] * {f}.ndim)",
+        "torch.cat([{f}])", "F.pad({f}, (0, 0))", "{f}.masked_fill(torch.zeros_like({m}), 1)", "torch.stack([{f}]).sum(0)",
+    ),
     "pointwise": (
         "{f}.exp()", "{f}.log()", "({f} + 1e-6).log()", "{f}.exp().log1p()", "{f}.expm1()", "{f}.sigmoid()", "{f}.tanh() * 5",
         "F.logsigmoid({f})", "F.softplus({f})", "{f}.square()", "{f} ** 2", "{f} ** 0.5", "{f}.abs().sqrt()", "{f}.reciprocal()",
