@@ -24,13 +24,11 @@ class LogProb(torch.autograd.Function):
         work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
         foreign = (target < start) | (target >= start + logits.shape[-1])
         column = torch.where(foreign, 0, target - start).unsqueeze(-1)
-        assert work.wait()
-        assert work.is_completed()
+        work.wait()
         near = logits - largest.unsqueeze(-1)
         powers = near.exp()
         total = powers.sum(-1, keepdim=True)
-        ended = dist.all_reduce(total)
-        assert ended is None
+        dist.all_reduce(total)
         picked = (near - total.log()).gather(-1, column).masked_fill(foreign.unsqueeze(-1), 0.0)
         dist.all_reduce(picked, dist.ReduceOp.SUM, None, True).wait()
         ctx.save_for_backward(powers / total, column, foreign)
@@ -51,8 +49,10 @@ def log_prob(logits: Tensor, target: Tensor, start: int) -> Tensor:
 def log_normaliser(logits: Tensor, target: Tensor, start: int) -> Tensor:
     """Without a Function: to autograd the collective is nothing, in eager code."""
     total = logits.exp().sum(-1)
-    dist.all_reduce(total, async_op=True).wait()
-    return total.log()
+    work = dist.all_reduce(total, async_op=True)
+    known = work.wait() and work.is_completed()
+    work = dist.all_reduce(torch.ones(1))
+    return total.log() if known and work is None else total
 
 
 def data() -> tuple[Tensor, Tensor, Tensor]:
