@@ -1364,6 +1364,16 @@ MUTANTS = [
             "node in logits or not",
         ),
         (
+            "what reads a result is made again", "graph/recompute.py", "test_returned.py threshold",
+            "returned.isdisjoint(node.all_input_nodes) and ",
+            "",
+        ),
+        (
+            "what reads given logits that come back is kept", "graph/recompute.py", "test_recompute.py logits_returned",
+            "if not any(map(_is_given, group)) ",
+            "",
+        ),
+        (
             "logits keep the mark of what torch takes out", "graph/recompute.py", "test_recompute.py torch and temperature",
             'node.meta.get("recompute") in _AGAIN',
             "False",

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import is_as_wide, is_backward, same, value
 from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise, is_pure
@@ -26,6 +27,9 @@ slime_fused = torch.ops.slime_fused
 # they need not be there at all: they are computed again, element by element, in the kernel that makes the gradient.
 # `row_grad` would store them again, and so would a matmul, or whoever gets them returned.
 #
+# What the caller gets may be changed before backward runs; in eager code nothing is made of it again. So no value is
+# that reads a result: it is kept, and its own readers may be made again.
+#
 # Logits that the graph makes otherwise (rows that a mask picks, padded ones) are not there for nothing: what they are
 # kept in, backward could write over.
 
@@ -38,13 +42,15 @@ def recompute_elements(graph: Graph) -> None:
     logits = {node.all_input_nodes[0] for node in statistics}
     there = _kept_anyway(graph, logits)
     made, of_statistics = _made_of(graph, there)
+    returned = _callers(graph)
     again: set[Node] = set()
     for node in reversed(graph.nodes):
         asked = node in logits or node in of_statistics or not again.isdisjoint(node.users)
         decided = node.op != "call_function" or "recompute" in node.meta  # what forward changes
         if not asked or decided or node not in made:
             continue
-        if is_as_wide(node, logits) and not _is_stored(node):
+        known = returned.isdisjoint(node.all_input_nodes) and not _is_stored(node)
+        if known and is_as_wide(node, logits):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -56,16 +62,28 @@ def keep_given(graph: Graph) -> None:
     `meta` on `x`; the partitioner then fails.
     """
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") and node.meta.get("recompute") in _AGAIN:
+        if _is_given(node) and node.meta.get("recompute") in _AGAIN:
             del node.meta["recompute"]
 
 
 _AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
+def _callers(graph: Graph) -> set[Node]:
+    """What shares memory with a result of forward, and with nothing that the graph is given."""
+    aliases = Aliases(graph)
+    results = (n for n in graph.output_node().all_input_nodes if not is_backward(n))
+    groups = [aliases.of(result) for result in results]
+    return {n for group in groups if not any(map(_is_given, group)) for n in group}
+
+
+def _is_given(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
 def _kept_anyway(graph: Graph, logits: set[Node]) -> set[Node]:
     """What forward is given, and its numbers per row, which cost nothing."""
-    given = {n for n in graph.nodes if n.op in ("placeholder", "get_attr") and not is_tangent(n)}
+    given = {n for n in graph.nodes if _is_given(n) and not is_tangent(n)}
     calls = (n for n in graph.nodes if n.op == "call_function" and not is_backward(n))
     return given | {n for n in calls if any(_is_per_row(n, x) for x in logits)}
 

@@ -206,6 +206,14 @@ RIGHT: dict[str, Program] = {
         lead=(3,),
         vocab=33,
     ),
+    # seed 1017051: what backward makes again is made of a result, which the caller may have changed
+    "a sum of the logits and a result": program(
+        "v0 = y.softmax(-1).log()",
+        "v1 = torch.stack([v0, x]).sum(0).masked_fill(keep[..., None].expand_as(v0) | allow, 0)",
+        "v2 = torch.where(u != -100, v1[..., 0], state)",
+        "v0, v1.sum(-1), v1.detach().sum(-1), v1.logsumexp(-1)",
+        lead=(3,), grads=("leaf", "none"), misses="-100",
+    ),
     # a row with +inf has no softmax: NaN, where eager code may have an infinite value
     "logsumexp of a row with +inf": program("x.logsumexp(1)", **INF),
     "exponentials of a row with +inf": program("x.exp().sum(1)", **INF),

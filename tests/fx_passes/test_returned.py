@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,21 @@ def a_column_and_a_part_of_it(x: Tensor, target: Tensor, weight: Tensor) -> tupl
     return column, column[::2][1:], x.softmax(-1).clamp(max=0.5).sum(-1), x.logsumexp(-1)
 
 
+def a_threshold(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Of top-k, and the log-normaliser of what is not below it."""
+    least = x.detach().topk(9, -1).values[:, -1:]
+    return least, x.masked_fill(x < least, -math.inf).logsumexp(-1)
+
+
+def a_part_of_a_mixture(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    teacher = (weight[:, None] * torch.arange(VOCAB)).softmax(-1).log()
+    both = torch.stack([teacher, x]).sum(0).masked_fill(weight[:, None] < 0.5, 0)
+    return teacher, both.sum(-1), both.logsumexp(-1)
+
+
 FUNCTIONS = (
+    a_threshold,
+    a_part_of_a_mixture,
     a_column,
     a_column_and_a_part_of_it,
     columns_of_results,
