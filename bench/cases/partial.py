@@ -83,8 +83,8 @@ def jensen_shannon_of_rows(logits: Tensor, teacher: Tensor, rows: Tensor) -> Ten
 
 def jensen_shannon_of_a_sample(logits: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
     """A batch of one, at a temperature of 1, which TRL divides by."""
-    of_rows = _jensen_shannon(logits[None] / 1.0, teacher[None] / 1.0)[0]
-    return of_rows[rows].sum() / len(rows)
+    of_rows = _jensen_shannon(logits[None] / 1.0, teacher[None] / 1.0)
+    return of_rows[:, rows].sum() / len(rows)
 
 
 def jensen_shannon_of_probabilities(logits: Tensor, teacher: Tensor) -> Tensor:
