@@ -111,6 +111,13 @@ def squares_of_rows_that_are_masked_whole(x: Tensor, keep: Tensor) -> Tensor:
     return F.cosine_similarity(log_q, log_q, -1)[keep]
 
 
+@program("zero factor", lambda: (logits(), some()))
+def probabilities_of_rows_that_are_masked_whole(x: Tensor, keep: Tensor) -> Tensor:
+    """The masked rows' softmax is NaN; their sum is 0, since nothing of it is taken."""
+    probs = x.masked_fill(~keep[:, None], -math.inf).softmax(-1)
+    return torch.where(keep[:, None], probs, 0.0).sum(-1)
+
+
 # ---------------------------------------------------------------- operands that are broadcast
 
 
