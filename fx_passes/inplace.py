@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import Aliases, changed_inputs
-from fx_passes.graph.facts import Size, same_layout, value
+from fx_passes.graph.facts import Size, is_given, same_layout, value
 from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
@@ -274,7 +274,7 @@ def _unordered(aliases: Aliases, x: Node, node: Node) -> Iterator[Node]:
 def _owner(
     graph: Graph, aliases: Aliases, x: Node, donated: set[Node], consume_logits: Consume
 ) -> Owner:
-    owners = [n for n in aliases.of(x) if n.op in ("placeholder", "get_attr")]
+    owners = [n for n in aliases.of(x) if is_given(n)]
     if len(owners) > 1:
         raise _Refused("two saved tensors share the storage of the logits")
     if not owners:

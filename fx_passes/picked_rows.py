@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, rank_of, same, shape_of, value
-from fx_passes.graph.operators import SAME_VALUE, is_elementwise, is_zero
+from fx_passes.graph.operators import SAME_VALUE, TO_SHAPE, is_elementwise, is_zero
 from fx_passes.graph.order import tidy
 from fx_passes.torch_private import detect_fake_mode
 
@@ -22,7 +22,6 @@ aten = torch.ops.aten
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
 _MEANS = {aten.mean.default, aten.mean.dim}
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def sum_first(graph: Graph, min_vocab: int) -> int:
@@ -132,7 +131,7 @@ def _is_put_into_zeros(put: Node) -> bool:
 
 def _views_of_rows(node: Node) -> list[Node]:
     """The same rows in another shape."""
-    views = [user for user in node.users if user.target in _VIEWS]
+    views = [user for user in node.users if user.target in TO_SHAPE]
     return [v for v in views if same(shape_of(v)[-1], shape_of(node)[-1]) and -1 not in v.args[1]]  # type: ignore[operator]
 
 

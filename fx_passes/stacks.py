@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import hint, rank_of, same, same_shape, shape_of, value
-from fx_passes.graph.operators import Target, is_elementwise
+from fx_passes.graph.operators import TO_SHAPE, Target, is_elementwise
 from fx_passes.graph.order import descendants, tidy
 from fx_passes.torch_private import detect_fake_mode
 
@@ -26,7 +26,6 @@ aten = torch.ops.aten
 MAX_PIECES = 4
 """A mixture has two, or a few; more are samples, and arithmetic on all of them is no small kernel."""
 
-_VIEWS = (aten.view.default, aten.reshape.default)
 _TOGETHER: dict[Target, Target] = {
     aten.sum.dim_IntList: aten.add.Tensor,
     aten.mean.dim: aten.add.Tensor,
@@ -110,16 +109,17 @@ def _unstack(graph: Graph, join: Node, emit: Emitter) -> bool:
 def _piece_by_piece(
     emit: Emitter, node: Node, join: Node, stacks: dict[Node, Stack]
 ) -> Stack | Node | None:
-    """What `node` is: a stack still, or one value; None for the join itself, where a view has to make it a stack."""
+    """What `node` is: a stack still, or one value; None for the join itself, where a view has to make it a stack.
+
+    Pieces of size 1 are a stack as they are joined, and may be viewed as one for all that.
+    """
     if node is join:
         pieces: Any = join.args[0]
         dim = _join_dim(join)
         return Stack(dim, tuple(pieces)) if same(shape_of(pieces[0])[dim], 1) else None
-    if join in node.all_input_nodes and join not in stacks:
+    if join in node.all_input_nodes and (join not in stacks or node.target in TO_SHAPE):
         return _viewed(emit, node, join)
     first: Any = node.args[0]
-    if first is join and node.target in _VIEWS:  # of pieces that have one row
-        return _viewed(emit, node, join)
     if node.target is aten.select.int:
         return _selected(emit, node, stacks[first])
     if node.target is aten.slice.Tensor:
@@ -135,7 +135,7 @@ def _viewed(emit: Emitter, node: Node, join: Node) -> Stack:
     """`torch.stack` reaches the graph as a view of values that are joined: `[.., pieces x rows, ..]`."""
     pieces: Any = join.args[0]
     dim, shape = _join_dim(join), shape_of(pieces[0])
-    if node.target not in _VIEWS:
+    if node.target not in TO_SHAPE:
         raise _Stays  # which reads the join itself
     if not same_shape(shape_of(node), (*shape[:dim], len(pieces), *shape[dim:])):
         raise _Stays

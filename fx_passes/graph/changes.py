@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.aliases import Aliases, changed_outside, own_copy, written_inputs
 from fx_passes.graph.backward import is_joint
-from fx_passes.graph.facts import is_backward, same_layout, value
+from fx_passes.graph.facts import is_backward, is_given, same_layout, value
 from fx_passes.graph.order import computed
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def changes_of(graph: Graph) -> Changes:
     memory = {written: frozenset(aliases.of(written)) for written in (*writes, *late)}
     left, never = {}, {alias for node in outside for alias in aliases.of(node)}
     for written, shared in memory.items():
-        aliased = sum(n.op in ("placeholder", "get_attr") for n in shared) > 1
+        aliased = sum(is_given(n) for n in shared) > 1
         early = [write for alias in shared for write in writes.get(alias, ())]
         final = _left_in(written, early) if early else None
         if aliased or shared & outside or (early and final is None):
@@ -106,7 +106,7 @@ def keep_out_of_backward(graph: Graph) -> None:
     if not readers:
         return
     if readers - computed(graph, {}, forward=True):
-        readers = _read_copies(graph, [n for n in changed if n.op in ("placeholder", "get_attr")])
+        readers = _read_copies(graph, [n for n in changed if is_given(n)])
         graph.lint()
         for copy in readers - computed(graph, {}, forward=True):
             # the partitioner makes in forward only what forward needs

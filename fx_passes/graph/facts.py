@@ -77,6 +77,11 @@ def hint(size: Size) -> int:
     return int(size)
 
 
+def is_given(node: Node) -> bool:
+    """The graph is given it, and does not compute it: an input, a tangent, a constant."""
+    return node.op in ("placeholder", "get_attr")
+
+
 def is_float_tensor(node: object) -> bool:
     found = value(node)
     return isinstance(found, torch.Tensor) and found.dtype.is_floating_point

@@ -25,10 +25,10 @@ MATMULS: set[Target] = {
     aten.bmm.default,
     aten.baddbmm.default,
 }
-RESHAPES: set[Target] = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
+TO_SHAPE: set[Target] = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+"""The same numbers in the order of memory, in a shape that is given."""
+
+RESHAPES: set[Target] = TO_SHAPE | {
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,

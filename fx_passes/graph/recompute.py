@@ -14,10 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import is_as_wide, is_backward, same, value
+from fx_passes.graph.facts import is_as_wide, is_backward, is_given, same, value
 from fx_passes.graph.operators import REDUCTIONS, VIEWS, is_elementwise, is_pure
 
 slime_fused = torch.ops.slime_fused
+
+_AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 # NOTE [Elements of given logits]
 # `logits.masked_fill(~allowed, -inf)` of logits that the graph is given is stored for `row_stats`, which is a kernel of
@@ -49,8 +51,8 @@ def recompute_elements(graph: Graph) -> None:
         decided = node.op != "call_function" or "recompute" in node.meta  # what forward changes
         if not asked or decided or node not in made:
             continue
-        known = returned.isdisjoint(node.all_input_nodes) and not _is_stored(node)
-        if known and is_as_wide(node, logits):
+        reads_result = not returned.isdisjoint(node.all_input_nodes)
+        if is_as_wide(node, logits) and not (reads_result or _is_stored(node)):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -62,11 +64,8 @@ def keep_given(graph: Graph) -> None:
     `meta` on `x`; the partitioner then fails.
     """
     for node in graph.nodes:
-        if _is_given(node) and node.meta.get("recompute") in _AGAIN:
+        if is_given(node) and node.meta.get("recompute") in _AGAIN:
             del node.meta["recompute"]
-
-
-_AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _callers(graph: Graph) -> set[Node]:
@@ -74,16 +73,12 @@ def _callers(graph: Graph) -> set[Node]:
     aliases = Aliases(graph)
     results = (n for n in graph.output_node().all_input_nodes if not is_backward(n))
     groups = [aliases.of(result) for result in results]
-    return {n for group in groups if not any(map(_is_given, group)) for n in group}
-
-
-def _is_given(node: Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
+    return {n for group in groups if not any(map(is_given, group)) for n in group}
 
 
 def _kept_anyway(graph: Graph, logits: set[Node]) -> set[Node]:
     """What forward is given, and its numbers per row, which cost nothing."""
-    given = {n for n in graph.nodes if _is_given(n) and not is_tangent(n)}
+    given = {n for n in graph.nodes if is_given(n) and not is_tangent(n)}
     calls = (n for n in graph.nodes if n.op == "call_function" and not is_backward(n))
     return given | {n for n in calls if any(_is_per_row(n, x) for x in logits)}
 

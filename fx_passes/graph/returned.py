@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.graph.aliases import Aliases, own_copy, viewed_inputs
-from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.facts import is_backward, is_given, value
 from fx_passes.graph.fakes import result_of
 from fx_passes.graph.order import ancestors
 from fx_passes.torch_private import FakeTensorMode
@@ -125,6 +125,6 @@ class Returned:
         for at, node in of_forward.items():
             shared = set(aliases.of(node))
             places = [other for other, result in of_forward.items() if result in shared]
-            inputs = [each.name for each in shared if each.op in ("placeholder", "get_attr")]
+            inputs = [each.name for each in shared if is_given(each)]
             found[at] = frozenset([*places, *inputs])
         return found

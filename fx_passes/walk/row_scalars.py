@@ -23,7 +23,16 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
-from fx_passes.graph.operators import ALL_REDUCE, CASTS, RESHAPES, VIEWS, Target, same_value, under
+from fx_passes.graph.operators import (
+    ALL_REDUCE,
+    CASTS,
+    RESHAPES,
+    TO_SHAPE,
+    VIEWS,
+    Target,
+    same_value,
+    under,
+)
 from fx_passes.walk.row_nodes import RowNodes
 
 aten = torch.ops.aten
@@ -110,7 +119,7 @@ class RowScalars(RowNodes):
 
     def view_sizes(self, node: Node) -> list[SizeArg]:
         """The sizes that a reshape asks for."""
-        if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        if node.target in TO_SHAPE:
             sizes = list(node.args[1])  # type: ignore[arg-type]
             if not any(isinstance(size, int) and size == -1 for size in sizes):
                 return sizes

@@ -67,7 +67,7 @@ def trace_distributed_nn() -> None:
     # of a reduction Dynamo of torch 2.12 knows the name only, and none that is a default
     @torch.compiler.substitute_in_graph(nn_functional.all_reduce, skip_signature_check=True)
     def traced(tensor: Any, op: Any = None, group: Any = dist.group.WORLD) -> Any:
-        return functional_all_reduce(tensor, "sum" if op is None else op.name.lower(), group)
+        return functional_all_reduce(tensor, _name_of(op), group)
 
     _traces_distributed_nn = True
 
@@ -89,15 +89,19 @@ def trace_async_all_reduce() -> None:
 
     @torch.compiler.substitute_in_graph(dist.all_reduce, skip_signature_check=True)
     def traced(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        reduction = "sum" if op is None else op.name.lower()
         whole: Any = dist.group.WORLD if group is None else group
-        tensor.copy_(functional_all_reduce(tensor, reduction, whole))
+        tensor.copy_(functional_all_reduce(tensor, _name_of(op), whole))
         return _Ended() if async_op else None
 
     _traces_async_all_reduce = True
 
 
 _traces_async_all_reduce = False
+
+
+def _name_of(op: Any) -> Any:
+    """Of a reduction, as the functional collectives have it."""
+    return "sum" if op is None else op.name.lower()
 
 
 class _Ended:
