@@ -17,6 +17,7 @@ from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
     gradients_that_come_in,
+    of_what_stays,
     rejections_of,
     saved_bytes,
     without_a_softmax,
@@ -180,8 +181,7 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     rounded = [value(node).dtype for node in (*noted, *_rounded(walk))]
     return Outcome(
         fused=fused,
-        # what a refused rule would have computed may not be needed in the end
-        rejections=tuple(each for node, each in rejections.items() if node in live),
+        rejections=tuple(of_what_stays(rejections, live, bool(after), account.softmax_roots)),
         wide_before=len(before),
         wide_after=len(after),
         saved_bytes_before=saved_before,

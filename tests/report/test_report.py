@@ -331,8 +331,10 @@ def test_what_is_made_of_the_logits_themselves_is_left(
     if left:
         with pytest.raises(AssertionError, match=f"full-vocabulary values left, got {found}"):
             report.assert_fused()
+        assert report.graphs[0].rejections, "what is left has a reason"
     else:
         report.assert_fused()
+        assert report.graphs[0].rejections == (), "nothing is left as it was"
 
 
 def test_what_logits_are_made_of_and_what_becomes_of_their_gradient_is_not_left() -> None:
