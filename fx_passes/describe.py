@@ -77,24 +77,6 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
     return result
 
 
-def of_what_stays(
-    rejections: dict[Node, Rejection], live: set[Node], wide_left: bool, roots: set[Node]
-) -> Iterator[Rejection]:
-    """The rejections that tell of something.
-
-    What a refused rule would have computed may not be needed in the end. And where no full-vocabulary value is left,
-    what the program computes from the logits themselves (their `topk`) is not left as it was: nothing was to be fused.
-    """
-    for node, each in rejections.items():
-        if node in live and (wide_left or not _reads_logits_alone(node, roots)):
-            yield each
-
-
-def _reads_logits_alone(node: Node, roots: set[Node]) -> bool:
-    wide = [under(each, VIEWS) for each in node.all_input_nodes if looks_wide(each, roots)]
-    return bool(wide) and roots.issuperset(wide)
-
-
 def _reads_gradient(node: Node) -> bool:
     """A matmul of backward takes the gradient of the logits: that is where it is wanted in full."""
     return node.target in MATMULS and is_backward(node)

@@ -17,7 +17,6 @@ from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
     gradients_that_come_in,
-    of_what_stays,
     rejections_of,
     saved_bytes,
     without_a_softmax,
@@ -177,11 +176,15 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     wide |= {n for n in graph.nodes if n in account.gradients or _is_wide_copy(walk, n)}
     gradients = {n for n in account.gradients if is_backward(n)}
     after = [node for node in graph.nodes if node in wide - gradients]
+    # where nothing is left of these logits, what a rule refused is made of them as they are (their `topk`), or of
+    # their gradient once it has left
+    kept = set() if after else {refusal.node for refusal in account.refusals}
     noted = {n: text for n, (root, text) in account.notes.items() if root in account.softmax_roots}
     rounded = [value(node).dtype for node in (*noted, *_rounded(walk))]
     return Outcome(
         fused=fused,
-        rejections=tuple(of_what_stays(rejections, live, bool(after), account.softmax_roots)),
+        # what a refused rule would have computed may not be needed in the end
+        rejections=tuple(each for n, each in rejections.items() if n in live and n not in kept),
         wide_before=len(before),
         wide_after=len(after),
         saved_bytes_before=saved_before,

@@ -111,7 +111,7 @@ INTERFACES = {
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
         "what a pass tries leaves no symbol behind that torch would look for in the next value",
         "delete what a try has added to pending_fresh_unbacked_symbols",
-        needs=("ignore_fresh_unbacked_symbols",),
+        needs=("create_symintnode", "ignore_fresh_unbacked_symbols"),
     ),
     "free_unbacked_symbols": Interface(
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols",

@@ -5,11 +5,13 @@ Entry point: `give_writable`, on the backward graph before it is compiled.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import byte_count, is_float_tensor, value
+from fx_passes.graph.facts import is_float_tensor, numbers, shape_of, value
 from fx_passes.graph.operators import VIEWS, is_elementwise
 from fx_passes.torch_private import detect_fake_mode
 
@@ -48,7 +50,10 @@ def give_writable(graph: Graph, donated: set[Node]) -> int:
 
 
 def _pays(node: Node) -> bool:
-    if not is_float_tensor(node) or byte_count(node) < LEAST_BYTES:
+    if not is_float_tensor(node):
+        return False
+    count = value(node).dtype.itemsize * math.prod(numbers(shape_of(node)))
+    if count < LEAST_BYTES:
         return False
     readers = _readers(node)
     ours = any(getattr(user.target, "namespace", "") == "slime_fused" for user in readers)

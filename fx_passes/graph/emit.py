@@ -20,8 +20,8 @@ from fx_passes.graph.facts import (
     BACKWARD,
     TAG,
     SizeArg,
-    hint,
     is_backward,
+    numbers,
     same_layout,
     same_shape,
     shape_of,
@@ -179,7 +179,7 @@ class Emitter:
         """`node`, copied where its dimensions are not in memory as those of `other`, without gaps or repeats."""
         if same_layout(value(node), value(other)):
             return node
-        strides = [hint(stride) for stride in value(other).stride()]
+        strides = numbers(value(other).stride())
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf)
         turned = self._permuted(node, order)
         if value(turned).is_contiguous():
@@ -239,14 +239,18 @@ def viewable(fake: torch.Tensor, sizes: Sequence[object]) -> bool:
     """Whether the kernel of `view` can show the tensor in these sizes; its fake version believes some that it cannot.
 
     Dimensions that lie one behind the other in memory can be cut anew, others keep their borders (ATen's
-    `computeStride`). Symbolic sizes by the numbers that the graph was traced with, as every layout in a compiled graph.
+    `computeStride`). Symbolic sizes by `numbers`, as every layout of a compiled graph by those it was traced with.
     """
-    wanted = [hint(value(size)) for size in sizes]
-    shape = [hint(size) for size in fake.shape]
+    found = numbers([*fake.shape, *fake.stride(), *map(value, sizes)])
+    shape, strides, wanted = (
+        found[: fake.ndim],
+        found[fake.ndim :][: fake.ndim],
+        found[2 * fake.ndim :],
+    )
     if math.prod(shape) != math.prod(wanted) or 0 in shape:
         return 0 in shape
     remaining = wanted[::-1]
-    for run in _runs(shape, [hint(stride) for stride in fake.stride()]):
+    for run in _runs(shape, strides):
         while run > 1:
             if not remaining or run % remaining[0]:
                 return False

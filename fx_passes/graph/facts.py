@@ -5,14 +5,21 @@ Sizes are `int` or `torch.SymInt`. Questions about sizes never add a guard, exce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch.fx import Node
 
 from fx_passes import torch_private
-from fx_passes.torch_private import group_size_by_name, guard_or_false, statically_known_true
+from fx_passes.torch_private import (
+    free_unbacked_symbols,
+    group_size_by_name,
+    guard_or_false,
+    statically_known_true,
+)
 
 torch_private.check(torch_private.INTERFACES)  # which registers what rules and passes name
 
@@ -77,6 +84,27 @@ def hint(size: Size) -> int:
     return int(size)
 
 
+def numbers(sizes: Sequence[Size]) -> list[int]:
+    """Sizes as the numbers that a layout is decided by: symbolic ones by their hints.
+
+    One that data alone says is taken for large, with small divisors and none in common with another: dimensions of it
+    can be cut and put together where the program does so, and meet no other by chance.
+    """
+    unknown = sorted({s for size in sizes for s in free_unbacked_symbols(size)}, key=str)
+    given = {
+        symbol: sympy.Integer(5040 * 1_000_003**power) for power, symbol in enumerate(unknown, 1)
+    }
+    return [hint(_with(size, given)) for size in sizes]
+
+
+def _with(size: Size, given: dict[Any, int]) -> Size:
+    if not given or not isinstance(size, torch.SymInt):
+        return size
+    shapes: Any = size.node.shape_env
+    found: Size = shapes.create_symintnode(size.node.expr.xreplace(given), hint=None)
+    return found
+
+
 def is_given(node: Node) -> bool:
     """The graph is given it, and does not compute it: an input, a tangent, a constant."""
     return node.op in ("placeholder", "get_attr")
@@ -101,12 +129,9 @@ def is_as_wide(node: object, logits: Iterable[object]) -> bool:
 
 
 def byte_count(node: Node) -> int:
-    """Bytes of a tensor, symbolic sizes by their hints."""
+    """Bytes of a tensor, symbolic sizes by their hints; 0 where data alone says how many rows there are."""
     tensor = value(node)
-    total = int(tensor.element_size())
-    for size in tensor.shape:
-        total *= hint(size)
-    return total
+    return int(tensor.element_size()) * math.prod(map(hint, tensor.shape))
 
 
 def ranks_of(group: object) -> int:

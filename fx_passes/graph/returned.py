@@ -7,6 +7,7 @@ twice, once detached, for a tensor without a gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,19 +41,23 @@ class Returned:
         }
 
     def views(self) -> set[Node]:
-        """The results that are views of inputs, or of other results, and stay so; what leads from inputs to them."""
+        """The results that are views of inputs, or share memory with other results, and stay so; what leads to them.
+
+        That is, from the inputs; or from the last value that two of them are both views of.
+        """
         results = self._results()
-        returned = {results[at] for at in self._places}
         of_inputs = [
             results[at]
             for at, group in self._before.items()
             if any(isinstance(each, str) for each in group)
         ]
-        return {
-            *of_inputs,
-            *ancestors(of_inputs, viewed_inputs),
-            *(n for n in returned if not returned.isdisjoint(ancestors([n], viewed_inputs))),
-        }
+        found = {*of_inputs, *ancestors(of_inputs, viewed_inputs)}
+        for group in set(self._before.values()):
+            returned = {results[at] for at in group if isinstance(at, int)}
+            paths = [{node, *ancestors([node], viewed_inputs)} for node in returned]
+            for one, other in itertools.combinations(paths, 2):
+                found |= one ^ other
+        return found
 
     def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
         """Copies of results that share memory now, which they did not before.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -151,6 +153,33 @@ def test_a_softmax_that_the_program_keeps() -> None:
         torch.autograd.grad(loss(logits, teacher), logits)
 
     assert profiled_peak(step) < 1.1 * logits.nbytes
+
+
+@pytest.mark.thorough
+def test_as_many_rows_as_data_says() -> None:
+    """Weights that no row statistic has, as GEM's, over the rows that a mask selects."""
+
+    def loss(logits: Tensor, kept: Tensor) -> Tensor:
+        mine = logits[kept]
+        with torch.no_grad():
+            weights = (mine - mine[:, :1]).sigmoid() * (mine / 0.7).softmax(-1)
+        log_probs = mine.log_softmax(-1)
+        return (weights * (log_probs[:, :1] - log_probs)).sum(-1).mean()
+
+    torch._dynamo.reset()
+    logits, _ = inputs()
+    kept = torch.ones(ROWS, dtype=torch.bool)
+    peaks: dict[str, float] = {}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for backend in ("inductor", "slime_fused"):
+            compiled = torch.compile(loss, backend=backend)
+
+            def step(run: Callable[..., Tensor] = compiled) -> None:
+                torch.autograd.grad(run(logits, kept), logits)
+
+            step()
+            peaks[backend] = profiled_peak(step) / logits.nbytes
+    assert peaks["slime_fused"] < peaks["inductor"] + 0.1, peaks
 
 
 @pytest.mark.thorough

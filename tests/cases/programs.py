@@ -214,6 +214,13 @@ RIGHT: dict[str, Program] = {
         "v0, v1.sum(-1), v1.detach().sum(-1), v1.logsumexp(-1)",
         lead=(3,), grads=("leaf", "none"), misses="-100",
     ),
+    # seed 1006267: elements in common by two ways
+    "one column's parts by two ways": program(
+        "v1 = (x / 2).log_softmax(-1)",
+        "v7_3, v7_4 = (v.split(2)[0] for v in (v1.select(-1, 1), v1.narrow(-1, 1, 1)))",
+        "v7_3, v7_4.flatten()[1:]",
+        lead=(5,), vocab=7, grads=("leaf", "none"),
+    ),
     # a row with +inf has no softmax: NaN, where eager code may have an infinite value
     "logsumexp of a row with +inf": program("x.logsumexp(1)", **INF),
     "exponentials of a row with +inf": program("x.exp().sum(1)", **INF),

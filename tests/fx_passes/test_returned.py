@@ -107,6 +107,14 @@ def a_column_and_a_part_of_it(x: Tensor, target: Tensor, weight: Tensor) -> tupl
     return column, column[::2][1:], x.softmax(-1).clamp(max=0.5).sum(-1), x.logsumexp(-1)
 
 
+def one_column_by_two_ways(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Views of one value, with elements in common; torch knows no base of parts."""
+    log_probs = x.log_softmax(-1)
+    columns = log_probs.select(-1, 1), log_probs.narrow(-1, 1, 1)
+    left, right = (column.split(2)[0] for column in columns)
+    return left, right.flatten()[1:], x.logsumexp(-1)
+
+
 def a_threshold(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Of top-k, and the log-normaliser of what is not below it."""
     least = x.detach().topk(9, -1).values[:, -1:]
@@ -120,6 +128,7 @@ def a_part_of_a_mixture(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tens
 
 
 FUNCTIONS = (
+    one_column_by_two_ways,
     a_threshold,
     a_part_of_a_mixture,
     a_column,

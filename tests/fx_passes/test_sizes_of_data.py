@@ -84,6 +84,38 @@ def log_probs_selected(hidden: Tensor, weight: Tensor | None, labels: Tensor) ->
     return chosen.masked_select(labels != -100).mean()
 
 
+def sequences(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Four of them, and without those that have no token to learn; and their targets."""
+    targets = labels.view(4, -1)
+    kept = (targets != -100).all(1)
+    return logits_of(hidden, weight).view(*targets.shape, VOCAB)[kept], targets[kept]
+
+
+@loss
+def sequences_shifted_and_flattened(
+    hidden: Tensor, weight: Tensor | None, labels: Tensor
+) -> Tensor:
+    logits, targets = sequences(hidden, weight, labels)
+    rows = logits[:, :-1].contiguous().view(-1, VOCAB)
+    return F.cross_entropy(rows, targets[:, 1:].flatten(), reduction="none").square().sum()
+
+
+@loss
+def sequences_turned_and_flattened(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    """No view shows rows in this order."""
+    logits, targets = sequences(hidden, weight, labels)
+    log_probs = logits.transpose(0, 1).reshape(-1, VOCAB).log_softmax(-1)
+    return log_probs.gather(-1, targets.t().reshape(-1, 1)).square().sum()
+
+
+@loss
+def rows_repeated(hidden: Tensor, weight: Tensor | None, labels: Tensor) -> Tensor:
+    rows = (labels != -100).nonzero()[:, 0]
+    logits = logits_of(hidden, weight)[rows].repeat_interleave(2, 0)
+    targets = labels[rows].repeat_interleave(2)
+    return logits.log_softmax(-1).gather(-1, targets[:, None]).square().sum()
+
+
 @pytest.fixture(autouse=True)
 def one_graph() -> Iterator[None]:
     captured = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
