@@ -1329,8 +1329,29 @@ MUTANTS = [
         ),
         (
             "a view of a result comes back as a copy", "graph/returned.py", "test_returned.py columns_of_results",
-            "            *(n for n in returned if not returned.isdisjoint(ancestors([n], viewed_inputs))),\n",
-            "",
+            "                found |= one ^ other\n",
+            "                pass\n",
+        ),
+        (
+            "two ways to one result are rewritten each by itself", "graph/returned.py",
+            "test_returned.py one_column_by_two_ways",
+            "            paths = [{node, *ancestors([node], viewed_inputs)} for node in returned]\n",
+            "            paths = [{node} for node in returned]\n",
+        ),
+        (
+            "sizes that data says are all the same", "graph/facts.py", "graph/test_facts.py unknown",
+            "1_000_003**power",
+            "1_000_003",
+        ),
+        (
+            "the report lists what is made of the logits themselves", "fuse.py", "../report/test_report.py logits_themselves",
+            "kept = set() if after else {refusal.node for refusal in account.refusals}",
+            "kept: set[Node] = set()",
+        ),
+        (
+            "the report lists nothing of what is left", "fuse.py", "../report/test_report.py logits_themselves",
+            "kept = set() if after else {refusal.node for refusal in account.refusals}",
+            "kept = {refusal.node for refusal in account.refusals}",
         ),
         (
             "a result may be what backward has saved", "graph/returned.py",
