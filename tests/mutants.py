@@ -1339,6 +1339,11 @@ MUTANTS = [
             "            paths = [{node} for node in returned]\n",
         ),
         (
+            "a part of the logits that is returned has a gradient of its own", "walk/walk.py", "test_returned.py shifted",
+            "            if not (meaning.is_identity and under(arg, VIEWS) in self.context.roots.root_of):\n",
+            "            if True:\n",
+        ),
+        (
             "sizes that data says are all the same", "graph/facts.py", "graph/test_facts.py unknown",
             "1_000_003**power",
             "1_000_003",

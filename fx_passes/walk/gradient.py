@@ -14,7 +14,9 @@ from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form
 from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
+from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import in_backward, softmax_left
@@ -79,6 +81,11 @@ def _vocabulary_last(form: Form) -> list[int] | None:
 def _dtype_of_sum(form: Form, dtype: torch.dtype) -> torch.dtype:
     """What is added is rounded once, after the sum."""
     return functools.reduce(torch.promote_types, (value(o).dtype for o, _ in form.others), dtype)
+
+
+def adds_what_comes_in(form: Form) -> bool:
+    """The function returns logits: what their gradient is added to, autograd hands in."""
+    return any(is_tangent(under(other, VIEWS)) for other, _ in form.others)
 
 
 def with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:

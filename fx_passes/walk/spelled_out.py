@@ -21,7 +21,7 @@ from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.gradient import Leaving, coefficients, with_others
+from fx_passes.walk.gradient import Leaving, adds_what_comes_in, coefficients, with_others
 from fx_passes.walk.near import affine_center
 from fx_passes.walk.statistics import dtype_of
 
@@ -40,7 +40,8 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 # reads them. Where a compiler computes them again it does not round them, and their exponentials over the sum of the
 # others' are no softmax: the arithmetic rounds, by their bits, since a cast there and back is taken out.
 #
-# Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all.
+# Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all;
+# not if the function returns them.
 
 
 def spell_out(c: Context, account: Account) -> None:
@@ -55,7 +56,7 @@ def spell_out(c: Context, account: Account) -> None:
         if new not in live or leaving.from_softmax or not _few_columns(form):
             continue
         absorbed = bool(form.others) or _only_absorbed([*olds, new], live)
-        if absorbed and not _is_made_by_a_matmul(c, form):
+        if absorbed and (adds_what_comes_in(form) or not _is_made_by_a_matmul(c, form)):
             _replace(c, account, olds, leaving)
 
 

@@ -28,6 +28,7 @@ from fx_passes.graph.operators import (
     WHOLE_VIEWS,
     Target,
     read_back,
+    under,
     written_over,
 )
 from fx_passes.graph.order import ancestors
@@ -284,10 +285,15 @@ class Walk:
     # -- leaving ---------------------------------------------------------------------------------
 
     def _return(self, output: Node) -> None:
-        """What the graph returns is kept; logits that it returns changed (`logits / t`) become a root of their own."""
+        """What the graph returns is kept; logits that it returns changed (`logits / t`) become a root of their own.
+
+        Not where it returns a part of their memory (`logits[:, :-1]`): the logits are there, and one gradient is made.
+        """
         for arg in output.all_input_nodes:
             meaning = self.context.values.get(arg)
-            if isinstance(meaning, Form) and meaning.is_affine and not meaning.f.is_zero:
+            if not isinstance(meaning, Form) or not meaning.is_affine or meaning.f.is_zero:
+                continue
+            if not (meaning.is_identity and under(arg, VIEWS) in self.context.roots.root_of):
                 self.account.returned.add(arg)
         self._keep_operands(output)
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import slime_compile
+from bench.measure.measure import profiled_peak
 from tests.support import harness
 
 ROWS, VOCAB = 6, 41
@@ -203,6 +205,64 @@ def test_results_that_are_changed_change_no_gradient(
     compiled = torch.compile(fn, backend="slime_fused", options={**harness.OPTIONS, "inner": inner})
     got, expected = gradient_beside_changed_results(compiled), gradient_beside_changed_results(fn)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+SHIFTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[:-1],
+    "of sequences": lambda x: x.view(2, -1, VOCAB)[:, :-1],
+    "one sequence": lambda x: x.view(2, -1, VOCAB)[1],
+}
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["given", "made inside"])
+@pytest.mark.parametrize("shift", SHIFTED.values(), ids=SHIFTED)
+def test_shifted_logits_for_a_metric(shift: Callable[[Tensor], Tensor], made: bool) -> None:
+    """Part of the logits comes back: their gradient is made at once, for all rows, and is no part of another one."""
+
+    def fn(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        shifted = shift(x + 1 if made else x)
+        rows = shifted.reshape(-1, VOCAB)
+        return token(rows.log_softmax(-1), target[: len(rows)]).sum(), shifted
+
+    x, target, _ = inputs()
+    compiled = torch.compile(fn, backend="slime_fused", options=harness.OPTIONS)
+    torch._dynamo.reset()
+    (loss, logits), (expected, eager) = compiled(x, target), fn(x, target)
+    torch.testing.assert_close([loss, logits], [expected, eager])
+    torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, x))
+    assert made or logits._is_view()  # torch knows no base of a part of what is made inside
+    (graph,) = slime_compile.reports()[-1].graphs
+    assert graph.wide_after == 0, graph
+    if not made:  # nor does a gradient come in for it
+        (gradient,) = (each for each in graph.values if each.kind == "gradient")
+        assert gradient.shape in (f"[{ROWS}, {VOCAB}]", f"[2, {ROWS // 2}, {VOCAB}]")
+
+
+@pytest.mark.thorough  # inductor compiles
+def test_shifted_logits_of_a_head_for_a_metric() -> None:
+    """The gradient that comes in for them is added where the one of all rows is made: no more than without us."""
+
+    def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        shifted = (hidden @ weight.t())[:, :-1]
+        rows = shifted.reshape(-1, shifted.shape[-1])
+        return torch.nn.functional.cross_entropy(rows, target[:, 1:].flatten()), shifted
+
+    drawn = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(s, generator=drawn) for s in ([2, 128, 32], [8192, 32]))
+    target = torch.randint(8192, (2, 128), generator=drawn)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    peaks: dict[str, float] = {}
+    for backend in ("inductor", "slime_fused"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=backend)
+
+        def step(run: Callable[..., tuple[Tensor, Tensor]] = compiled) -> None:
+            loss, _ = run(*leaves, target)
+            torch.autograd.grad(loss, leaves)
+
+        step()
+        peaks[backend] = profiled_peak(step) / (256 * 8192 * 4)
+    assert peaks["slime_fused"] < peaks["inductor"] + 0.1, peaks
 
 
 def test_a_result_that_is_changed_changes_no_other() -> None:
