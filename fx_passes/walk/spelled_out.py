@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
-from fx_passes.graph.facts import is_float_tensor, rank_of, same, shape_of, value
+from fx_passes.graph.facts import is_float_tensor, rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import EXACT, MATMULS, REDUCTIONS, VIEWS, is_elementwise, under
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
@@ -41,7 +41,7 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 # others' are no softmax: the arithmetic rounds, by their bits, since a cast there and back is taken out.
 #
 # Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all;
-# not if the function returns them.
+# not if the function returns a part of them: its gradient is put among zeros, and added to, in one kernel.
 
 
 def spell_out(c: Context, account: Account) -> None:
@@ -56,7 +56,7 @@ def spell_out(c: Context, account: Account) -> None:
         if new not in live or leaving.from_softmax or not _few_columns(form):
             continue
         absorbed = bool(form.others) or _only_absorbed([*olds, new], live)
-        if absorbed and (adds_what_comes_in(form) or not _is_made_by_a_matmul(c, form)):
+        if absorbed and (_is_a_part_returned(c, form) or not _is_made_by_a_matmul(c, form)):
             _replace(c, account, olds, leaving)
 
 
@@ -79,6 +79,12 @@ def arithmetic(c: Context, form: Form, dtype: torch.dtype) -> Node:
 def _few_columns(form: Form) -> bool:
     counts = (shape_of(index)[form.vdim] for hot in form.hots for index in hot.index)
     return all(isinstance(count, int) and count <= _MOST_COLUMNS for count in counts)
+
+
+def _is_a_part_returned(c: Context, form: Form) -> bool:
+    assert form.x is not None
+    whole = same_shape(form.shape, shape_of(c.roots.root_of[form.x]))
+    return adds_what_comes_in(form) and not whole
 
 
 def _is_made_by_a_matmul(c: Context, form: Form) -> bool:
