@@ -97,7 +97,7 @@ def numbers(sizes: Sequence[Size]) -> list[int]:
     return [hint(_with(size, given)) for size in sizes]
 
 
-def _with(size: Size, given: dict[Any, int]) -> Size:
+def _with(size: Size, given: dict[Any, sympy.Integer]) -> Size:
     if not given or not isinstance(size, torch.SymInt):
         return size
     shapes: Any = size.node.shape_env

@@ -11,10 +11,8 @@ from fx_passes.graph.facts import numbers
 
 
 def test_an_unknown_size_is_the_same_number_everywhere() -> None:
-    unknown, other = (
-        (environment := ShapeEnv()).create_unbacked_symint(),
-        environment.create_unbacked_symint(),
-    )
+    environment = ShapeEnv()
+    unknown, other = (environment.create_unbacked_symint() for _ in range(2))
     size, six, both, again, fixed = numbers([unknown, 6 * unknown, unknown * other, other, 4])
     assert six == 6 * size
     assert both == size * again
