@@ -1381,8 +1381,8 @@ MUTANTS = [
         ),
         (
             "a copy that is to be kept is computed again", "graph/recompute.py", "test_recompute.py",
-            'or "recompute" in node.meta',
-            "or False",
+            'if "recompute" not in n.meta',
+            "",
         ),
         (
             "a teacher's softmax is kept", "graph/recompute.py", "test_spelled_out.py was_given and interpolated",
@@ -1391,8 +1391,18 @@ MUTANTS = [
         ),
         (
             "what reads a result is made again", "graph/recompute.py", "test_returned.py threshold",
-            "(reads_result or _is_stored(node))",
-            "_is_stored(node)",
+            "if returned.intersection(node.all_input_nodes) <= found:",
+            "if True:",
+        ),
+        (
+            "backward reads what was returned", "graph/recompute.py", "test_recompute.py overwrites",
+            "(node in returned or not _is_stored(node))",
+            "not _is_stored(node)",
+        ),
+        (
+            "what reads a result that is made again is kept", "graph/recompute.py", "test_recompute.py overwrites",
+            "<= found:",
+            "<= set():",
         ),
         (
             "what reads given logits that come back is kept", "graph/recompute.py", "test_recompute.py logits_returned",

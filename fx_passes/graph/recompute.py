@@ -29,8 +29,9 @@ _AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 # they need not be there at all: they are computed again, element by element, in the kernel that makes the gradient.
 # `row_grad` would store them again, and so would a matmul, or whoever gets them returned.
 #
-# What the caller gets may be changed before backward runs; in eager code nothing is made of it again. So no value is
-# that reads a result: it is kept, and its own readers may be made again.
+# What the caller gets may be changed before backward runs; in eager code nothing is made of it again. So what is a
+# result itself is computed again rather than read, whoever reads it, and nothing else is that reads a result: it is
+# kept, and its own readers may be made again.
 #
 # Logits that the graph makes otherwise (rows that a mask picks, padded ones) are not there for nothing: what they are
 # kept in, backward could write over.
@@ -44,15 +45,15 @@ def recompute_elements(graph: Graph) -> None:
     logits = {node.all_input_nodes[0] for node in statistics}
     there = _kept_anyway(graph, logits)
     made, of_statistics = _made_of(graph, there)
+    undecided = {n for n in made if "recompute" not in n.meta}  # not what forward changes
     returned = _callers(graph)
+    possible = _without(
+        returned, [n for n in graph.nodes if n in undecided and is_as_wide(n, logits)]
+    )
     again: set[Node] = set()
     for node in reversed(graph.nodes):
         asked = node in logits or node in of_statistics or not again.isdisjoint(node.users)
-        decided = node.op != "call_function" or "recompute" in node.meta  # what forward changes
-        if not asked or decided or node not in made:
-            continue
-        reads_result = not returned.isdisjoint(node.all_input_nodes)
-        if is_as_wide(node, logits) and not (reads_result or _is_stored(node)):
+        if asked and node in possible and (node in returned or not _is_stored(node)):
             again.add(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -105,6 +106,15 @@ def _made_of(graph: Graph, there: set[Node]) -> tuple[set[Node], set[Node]]:
         if follows or _is_statistic(node):
             of_statistics.add(node)
     return made, of_statistics
+
+
+def _without(returned: set[Node], nodes: list[Node]) -> set[Node]:
+    """Those of `nodes`, in their order, that read nothing of `returned`, unless it is one of them."""
+    found: set[Node] = set()
+    for node in nodes:
+        if returned.intersection(node.all_input_nodes) <= found:
+            found.add(node)
+    return found
 
 
 def _is_statistic(node: Node) -> bool:

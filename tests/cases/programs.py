@@ -221,6 +221,12 @@ RIGHT: dict[str, Program] = {
         "v7_3, v7_4.flatten()[1:]",
         lead=(5,), vocab=7, grads=("leaf", "none"),
     ),
+    # seed 1027245: logits that the caller overwrites before backward, which can make them again
+    "overwritten logits": program(
+        "v0 = F.softplus(x)",
+        "F.kl_div(v0.log_softmax(-1), v0.softmax(-1), reduction='none').sum(-1), v0.detach()",
+        dtype="bfloat16",
+    ),
     # a row with +inf has no softmax: NaN, where eager code may have an infinite value
     "logsumexp of a row with +inf": program("x.logsumexp(1)", **INF),
     "exponentials of a row with +inf": program("x.exp().sum(1)", **INF),
