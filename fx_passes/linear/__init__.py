@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from fx_passes.graph.aliases import changed_inputs
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import byte_count, shape_of
-from fx_passes.graph.order import descendants, tidy
+from fx_passes.graph.order import ancestors, descendants, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import SHARE, Sizes
 from fx_passes.linear.degrees import NotInForward
@@ -279,11 +279,13 @@ def _products(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> P
 
 
 def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
-    """Logits that the graph makes from others, by something that no chunk can do alone."""
+    """Logits that the graph makes from a head's, by something that no chunk can do alone."""
     found: dict[Node, Rejection] = {}
     for node in graph.find_nodes(op="call_function", target=fused.row_stats.default):
         origin = rows_of(node.args[0])
-        if origin.op != "call_function" or is_head(origin) or sizes_of(origin, chunk_bytes).whole:
+        if is_head(origin) or sizes_of(origin, chunk_bytes).whole:
+            continue
+        if not any(map(is_head, ancestors([origin]))):
             continue
         reason = f"the logits come out of {origin.target}, not of a matmul, so they are made whole"
         found[origin] = Rejection(reason, str(origin.target), source_of(origin))

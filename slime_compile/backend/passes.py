@@ -32,7 +32,7 @@ from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
-from slime_compile.report.record import Record, describe
+from slime_compile.report.record import Record, describe, has_backward
 from slime_compile.report.values import Placement
 from slime_compile.torch_private import TracingContext, inductor_config, trace_structured
 
@@ -173,6 +173,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         if nodes:
             _trace("slime_fused_after", graph)
 
+    record.training |= has_backward(graph)
     _guarded("the fusing pass", graph, options, record, edit)
     if options.check_ranks:
         module = graph.owning_module

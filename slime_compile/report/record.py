@@ -49,6 +49,7 @@ class Record:
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
         grad_in_forward: forward takes a gradient with respect to an lm_head's operands.
+        training: a graph of it has a backward part.
         abandoned: the fused graph could not be compiled; the passes leave it alone.
         cached_as: the identities under which its code counts its calls.
     """
@@ -75,6 +76,7 @@ class Record:
         self.compile_id = compile_id
         self.has_vocabulary = has_vocabulary
         self.grad_in_forward = False
+        self.training = False
         self.abandoned = False
         self.called = False
         self.cached_as = {identity}
@@ -157,7 +159,10 @@ class Record:
         if self.traced:
             parts = list(self._parts)
             if self._failures:
-                parts.append(GraphReport("", has_vocabulary=self.has_vocabulary, failed=True))
+                wide = self.has_vocabulary
+                parts.append(
+                    GraphReport("", training=self.training, has_vocabulary=wide, failed=True)
+                )
             placements = self._run(self.identity, self.placements)
             notes = [*self._notes, *self._failures, *_uncounted(placements)]
             return _merged(self.name, parts, placements, notes, cached=False)
@@ -314,7 +319,7 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
     return GraphReport(
         **sums,
         name="",
-        training=any(is_tangent(n) for n in graph.find_nodes(op="placeholder")),
+        training=has_backward(graph),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=outcome.rejections,
@@ -323,6 +328,11 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         has_vocabulary=outcome.chunked_heads > 0
         or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
+
+
+def has_backward(graph: Graph) -> bool:
+    """It is a joint graph: gradients come in."""
+    return any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
 
 
 def is_wide(value: object, min_vocab: int) -> bool:

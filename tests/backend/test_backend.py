@@ -173,6 +173,7 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="slime_compile"):
         check_against_eager(compiled(log_probs))
+        assert last_report().graphs[0].training
         with torch.no_grad():
             logits, target, _ = data()
             torch.testing.assert_close(
@@ -183,6 +184,7 @@ def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert "ZeroDivisionError: the test's own" in told[0].getMessage()
     assert told[0].exc_info is not None
     assert "the fusing pass failed: ZeroDivisionError" in str(last_report())
+    assert not last_report().graphs[0].training
 
 
 def test_a_pass_that_fails_on_dynamos_graph_changes_nothing(
@@ -242,6 +244,7 @@ def test_what_inductor_cannot_compile_fused_is_compiled_as_it_was(
     assert report.fused == 0
     (graph,) = report.graphs
     assert graph.failed
+    assert graph.training
     assert (graph.rejections, graph.placements) == ((), ())
     (note,) = graph.notes
     assert note.startswith("inductor failed on the fused graph: ")

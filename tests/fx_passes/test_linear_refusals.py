@@ -113,6 +113,19 @@ WHOLE = [
 ]
 
 
+def test_no_head() -> None:
+    """Of logits that were given, nothing is told of a matmul."""
+
+    def fn(logits: Tensor, rows: Tensor, target: Tensor) -> Outputs:
+        return values_of(logits[rows], target)
+
+    _, weight, target = example()
+    logits = torch.randn(2 * len(target), len(weight), requires_grad=True)
+    compiled(fn)(logits, torch.arange(0, len(logits), 2), target)
+    assert last_report()["fused"]
+    assert not last_report()["rejections"]
+
+
 def test_narrow_softcap() -> None:
     """Rounded to bfloat16, no two programs are equal to the last bit; the reason is what counts here."""
     compiled(_capped_in_bfloat16)(*example())
