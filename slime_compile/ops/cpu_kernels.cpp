@@ -72,13 +72,13 @@ template <typename T, int M>
 using Vecs = std::array<Vec<T>, M>;
 constexpr int PAIR = 2; // more run out of registers
 
-// exp(u) = fraction * power for LOW <= u < 89, NaN for NaN. Within 0.7 units in the last place.
+// exp(u) = fraction * power for LOW <= u < 89, NaN for NaN. Within 0.9 units in the last place.
 //
 // exp(u) = 2^(n - 1) * 2 exp(r), where n is u / ln 2 rounded and r = u - n ln 2, |r| <= ln 2 / 2. Adding 1.5 * 2^23 + 126
 // rounds, and leaves n + 126 in the low bits, which become the exponent field of 2^(n - 1): 0 for n = -126, so that LOW
 // gives 0 and no denormal number comes up on the way; infinity for n = 129. ln 2 is taken off in two parts, of which the
-// first has so few bits that what is left (`near`) is exact. exp(r) = 1 + r + r^2 q(r), q of degree 4 and of least
-// relative error (3e-9). What 2 + 2 near loses by rounding goes to the small terms, so that one rounding counts.
+// first has so few bits that what is left (`near`) is exact. 2 exp(r) = 2 + 2 r + r^2 q(r), q of degree 4 and of least
+// relative error (3e-9).
 template <typename T, int M>
 struct Exponentials {
   Vecs<T, M> fraction, power;
@@ -88,7 +88,7 @@ struct Exponentials {
 
 template <int M>
 C10_ALWAYS_INLINE Exponentials<float, M> exponentials(const Vecs<float, M>& u) {
-  const Vec<float> magic(12582912.0f + 126.0f), log2e(1.44269504f), two(2.0f);
+  const Vec<float> magic(12582912.0f + 126.0f), log2e(1.44269504f);
   const auto each = [](const auto& step) {
     Vecs<float, M> found;
     for (int m = 0; m < M; ++m) found[m] = step(m);
@@ -98,14 +98,10 @@ C10_ALWAYS_INLINE Exponentials<float, M> exponentials(const Vecs<float, M>& u) {
   const auto n = each([&](int m) { return t[m] - magic; });
   const auto near = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(-0.693359375f), u[m]); });
   const auto r = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(0x1.bd0106p-13f), near[m]); });
-  Vecs<float, M> q = each([](int) { return Vec<float>(0x1.6a23d0p-9f); }); // 2 q
-  for (float next : {0x1.123a20p-6f, 0x1.5558f2p-4f, 0x1.555492p-2f, 0x1.fffffcp-1f})
-    q = each([&](int m) { return at::vec::fmadd(q[m], r[m], Vec<float>(next)); });
-  const auto large = each([&](int m) { return at::vec::fmadd(near[m], two, two); });
-  const auto lost = each([&](int m) { return at::vec::fmsub(near[m], two, large[m] - two); });
-  const auto least = each([&](int m) { return at::vec::fmadd(n[m], Vec<float>(0x1.bd0106p-12f), lost[m]); });
-  const auto small = each([&](int m) { return at::vec::fmadd(r[m] * r[m], q[m], least[m]); });
-  return {each([&](int m) { return large[m] + small[m]; }), each([&](int m) { return low_bits_as_exponent(t[m]); })};
+  Vecs<float, M> value = each([](int) { return Vec<float>(0x1.6a23d0p-9f); });
+  for (float next : {0x1.123a20p-6f, 0x1.5558f2p-4f, 0x1.555492p-2f, 0x1.fffffcp-1f, 2.0f, 2.0f})
+    value = each([&](int m) { return at::vec::fmadd(value[m], r[m], Vec<float>(next)); });
+  return {value, each([&](int m) { return low_bits_as_exponent(t[m]); })};
 }
 
 template <int M>
@@ -308,14 +304,14 @@ T top_of(const T* x, int64_t n, T sign) {
 }
 
 // What a block is followed by, which is fetched while the exponentials of the block are computed: the look for its
-// largest element would have to wait for it. A vector's worth of elements has `bytes`.
+// largest or least element would have to wait for it. A vector's worth of elements has `bytes`, 0: nothing is fetched.
 struct Next {
   const char* data;
   int64_t bytes;
 
   void fetch(int64_t vector) const {
 #if defined(__GNUC__)
-    __builtin_prefetch(data + vector * bytes);
+    if (bytes) __builtin_prefetch(data + vector * bytes);
 #endif
   }
 };
@@ -474,7 +470,8 @@ struct Coefficients {
 
 // What the coefficients of a row are, as far as the code for a block differs.
 enum class Kind {
-  PLAIN, // one term with a softmax, nothing affine: what most losses come to
+  LEVEL, // one term with a softmax and no z beside it, nothing affine: what a loss of log-probs comes to
+  PLAIN, // the same, z beside it: with an entropy
   ANY,
   DENORMALS, // any, of exponentials that may be denormal
   SOFTMAX, // any, where x is a softmax
@@ -485,6 +482,12 @@ bool is_plain(const Coefficients<T>& of) {
   if (of.terms_count != 1 || of.affine[0] != 0 || of.affine[2] != 0) return false;
   const Term<T>& term = *of.terms;
   return term.scale != 0 && !std::isnan(term.shift) && (term.a != 0 || term.b != 0);
+}
+
+// Where z is -inf, exp(z - shift) a is 0 by itself.
+template <typename T>
+bool is_level(const Coefficients<T>& of) {
+  return is_plain(of) && of.terms->b == 0 && std::isfinite(of.terms->a) && std::isfinite(of.terms->shift);
 }
 
 // exp(z - shift) (a + b z), z = scale (x - center); 0 where z is -inf, unless the shift says that there is no softmax.
@@ -509,7 +512,18 @@ C10_ALWAYS_INLINE Vecs<T, M> term_values(const Vecs<T, M>& x, const Term<T>& ter
   return value;
 }
 
-// The same of x = exp(z - shift); 0 where x is 0.
+// exp(z - shift) a.
+template <typename T, int M>
+C10_ALWAYS_INLINE Vecs<T, M> level_values(const Vecs<T, M>& x, const Term<T>& term) {
+  const Vec<T> center(term.center), scale(term.scale), shift(term.shift), a(term.a), low(LOW<T>), high(HIGH<T>);
+  Vecs<T, M> u;
+  for (int m = 0; m < M; ++m) u[m] = at::vec::clamp(at::vec::fmsub(x[m] - center, scale, shift), low, high);
+  const auto e = exponentials<M>(u);
+  for (int m = 0; m < M; ++m) u[m] = e.value(m) * a;
+  return u;
+}
+
+// What `term_values` are of x = exp(z - shift); 0 where x is 0.
 template <typename T, int M>
 Vecs<T, M> softmax_values(const Vecs<T, M>& x, const Term<T>& term) {
   Vecs<T, M> value;
@@ -523,13 +537,18 @@ Vecs<T, M> softmax_values(const Vecs<T, M>& x, const Term<T>& term) {
   return value;
 }
 
-// Whether a block has exponentials that may be denormal and have nothing beside them: a softmax, whose logarithm may be
-// taken. In the gradient of a loss, with its one-hot terms, nobody can tell them from 0.
+// Whether the exponentials have nothing beside them: a softmax, whose logarithm may be taken. Then denormal ones count. In
+// the gradient of a loss, with its one-hot terms, nobody can tell them from 0.
+template <typename T>
+bool counts_denormals(const Coefficients<T>& of) {
+  return !std::is_same_v<T, double> && !of.hots_count && of.affine[0] == 0 && of.affine[2] == 0;
+}
+
+// Whether a block has exponentials that may be denormal, if they count.
 template <typename T>
 bool has_denormals(const T* x, int64_t n, const Coefficients<T>& of) {
   bool found = false;
-  if (std::is_same_v<T, double> || of.hots_count || of.affine[0] != 0 || of.affine[2] != 0) return found;
-  for (int64_t k = 0; k < of.terms_count && !found; ++k) {
+  for (int64_t k = 0; counts_denormals(of) && k < of.terms_count && !found; ++k) {
     const Term<T>& term = of.terms[k];
     const T sign = term.scale < 0 ? T(1) : T(-1);
     found = term.scale != 0 && (sign * top_of(x, n, sign) - term.center) * term.scale - term.shift < T(DENORMAL);
@@ -550,13 +569,16 @@ struct Dense {
       : count(of.terms_count), first(count ? of.terms[0] : Term<T>{}), terms(of.terms), factor(of.affine[0]),
         center(of.affine[1]), e(of.affine[2]) {}
 
-  bool has_affine() const { return KIND != Kind::PLAIN && (factor != 0 || e != 0); }
+  static constexpr bool ONE = KIND == Kind::LEVEL || KIND == Kind::PLAIN; // term, and nothing else
+
+  bool has_affine() const { return !ONE && (factor != 0 || e != 0); }
 
   template <int M>
   C10_ALWAYS_INLINE Vecs<T, M> exponential_terms(const Vecs<T, M>& x) const {
+    if constexpr (KIND == Kind::LEVEL) return level_values<T, M>(x, first);
     if constexpr (KIND == Kind::SOFTMAX) return softmax_values<T, M>(x, first);
     Vecs<T, M> sum = term_values<T, KIND, M>(x, first);
-    for (int64_t k = 1; KIND != Kind::PLAIN && k < count; ++k) {
+    for (int64_t k = 1; !ONE && k < count; ++k) {
       const auto value = term_values<T, KIND, M>(x, terms[k]);
       for (int m = 0; m < M; ++m) sum[m] = sum[m] + value[m];
     }
@@ -571,18 +593,21 @@ struct Dense {
   template <int M>
   C10_ALWAYS_INLINE Vecs<T, M> values(const Vecs<T, M>& x) const {
     Vecs<T, M> found = exponential_terms<M>(x);
-    for (int m = 0; KIND != Kind::PLAIN && m < M; ++m) found[m] = found[m] + affine_term(x[m]);
+    for (int m = 0; !ONE && m < M; ++m) found[m] = found[m] + affine_term(x[m]);
     return found;
   }
 
   // Of a block. out may be x.
-  void write(const T* x, T* out, int64_t n) const {
+  void write(const T* x, T* out, int64_t n, Next next) const {
     constexpr int64_t W = Vec<T>::size();
     const Dense of = *this;
     int64_t i = 0;
     for (; i + PAIR * W <= n; i += PAIR * W) {
       Vecs<T, PAIR> given;
-      for (int m = 0; m < PAIR; ++m) given[m] = Vec<T>::loadu(x + i + m * W);
+      for (int m = 0; m < PAIR; ++m) {
+        given[m] = Vec<T>::loadu(x + i + m * W);
+        next.fetch(i / W + m);
+      }
       const auto found = of.template values<PAIR>(given);
       for (int m = 0; m < PAIR; ++m) found[m].store(out + i + m * W);
     }
@@ -596,7 +621,7 @@ struct Dense {
 // A block of one row, from `column` on. One-hot weights are added to the exponentials first: p - 1 cancels in a row whose
 // token is certain, and what is affine would be rounded as 1 is.
 template <typename T, Kind KIND>
-void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
+void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of, Next next) {
   const auto within = [&](int64_t k) { return of.index[k] >= column && of.index[k] < column + n; };
   const Dense<T, KIND> dense(of);
   const bool affine = dense.has_affine();
@@ -607,7 +632,7 @@ void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coeffici
       dense.template exponential_terms<1>({v})[0].store(&sums.emplace_back(), 1);
       dense.affine_term(v).store(&rest.emplace_back(), 1);
     }
-  dense.write(x, out, n);
+  dense.write(x, out, n, next);
   for (int64_t k = 0, found = 0; k < of.hots_count; ++k)
     if (within(k)) {
       T& to = out[of.index[k] - column];
@@ -623,11 +648,12 @@ void block_grad_of(const T* x, T* out, int64_t n, int64_t column, const Coeffici
 }
 
 template <typename T>
-void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of) {
-  if (of.softmax) block_grad_of<T, Kind::SOFTMAX>(x, out, n, column, of);
-  else if (has_denormals(x, n, of)) block_grad_of<T, Kind::DENORMALS>(x, out, n, column, of);
-  else if (is_plain(of)) block_grad_of<T, Kind::PLAIN>(x, out, n, column, of);
-  else block_grad_of<T, Kind::ANY>(x, out, n, column, of);
+void block_grad(const T* x, T* out, int64_t n, int64_t column, const Coefficients<T>& of, Next next) {
+  if (of.softmax) block_grad_of<T, Kind::SOFTMAX>(x, out, n, column, of, next);
+  else if (has_denormals(x, n, of)) block_grad_of<T, Kind::DENORMALS>(x, out, n, column, of, next);
+  else if (is_level(of)) block_grad_of<T, Kind::LEVEL>(x, out, n, column, of, next);
+  else if (is_plain(of)) block_grad_of<T, Kind::PLAIN>(x, out, n, column, of, next);
+  else block_grad_of<T, Kind::ANY>(x, out, n, column, of, next);
 }
 
 template <typename T>
@@ -645,7 +671,8 @@ void segment_grad(const Rows& x, const Rows& out, int64_t row, int64_t begin, in
     const char* from = x.at(row, column);
     if (!x.direct<T>()) load(x, from, n, buffer);
     T* result = out.direct<T>() ? reinterpret_cast<T*>(to) : buffer;
-    block_grad(x.direct<T>() ? reinterpret_cast<const T*>(from) : buffer, result, n, column, of);
+    const Next next{from + n * x.item, x.step() == 1 && counts_denormals(of) ? Vec<T>::size() * x.item : 0};
+    block_grad(x.direct<T>() ? reinterpret_cast<const T*>(from) : buffer, result, n, column, of, next);
     if (result == buffer) store(buffer, out, to, n);
   }
 }

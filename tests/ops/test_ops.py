@@ -316,6 +316,21 @@ def test_row_grad_of_special_rows(
     assert result[3:].isnan().any(1).all()
 
 
+@pytest.mark.parametrize("shift", [1.0, -INF, INF, NAN])
+@pytest.mark.parametrize("b", [0.0, 0.5])
+@pytest.mark.parametrize("columns", [0, 1])
+def test_row_grad_of_one_term(shift: float, b: float, columns: int) -> None:
+    """As most losses have it, and few rows: of only -inf, of a gradient that is not finite."""
+    x = torch.tensor([[0.0, 1.0, -INF, NAN, -200.0, 300.0] * 9, [-INF] * 54]).repeat(3, 1)
+    terms = torch.tensor([[1.0, 0.0, shift, a, b] for a in (1.0, -2.0, INF) for _ in range(2)])
+    index = torch.ones(6, columns, dtype=torch.int64)
+    args = x, terms[:, None], torch.zeros(6, 3), index, torch.ones(6, columns)
+    found = cpu.row_grad(*args, False, torch.float32)
+    torch.testing.assert_close(
+        found, reference.row_grad(*args, False, torch.float32), equal_nan=True
+    )
+
+
 def test_row_grad_ignores_x_where_only_e_counts(gen: torch.Generator) -> None:
     x = torch.full((3, 129), NAN)
     _, _, index, weight = _coefficients(gen, x)
