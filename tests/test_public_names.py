@@ -5,6 +5,8 @@ import subprocess
 import sys
 from types import ModuleType
 
+import pytest
+
 import slime_compile
 
 MODULES = [
@@ -65,6 +67,7 @@ def test_the_package_imports_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.thorough
 def test_integrations_are_there_without_their_packages() -> None:
     """Each is an attribute, whether imported or not; what it is for is imported by `enable()`."""
     code = (

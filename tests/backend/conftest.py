@@ -7,6 +7,8 @@ import pytest
 from tests.support.held import Loss, warm
 
 
-@pytest.fixture(scope="module", params=["aot_eager", "inductor"])
+@pytest.fixture(
+    scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 def fn(request: pytest.FixtureRequest) -> Loss:
     return warm(request.param)

@@ -85,6 +85,7 @@ def test_two_values_at_one_time(name: str, inner: str) -> None:
     assert max(over.values()) <= ROWS * ROW_BYTES, over
 
 
+@pytest.mark.thorough
 @harness.each_inner
 def test_two_values_at_one_time_on_two_ranks(inner: str) -> None:
     """Each rank's logits are its shard of a vocabulary twice as large."""

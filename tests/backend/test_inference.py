@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_compile.backend.inference import copying_inference_tensors
-from tests.support.harness import OPTIONS
+from tests.support.harness import OPTIONS, each_inner
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,7 +47,7 @@ def teacher_of(mode: bool) -> Tensor:
         return torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@each_inner
 @pytest.mark.parametrize("name", LOSSES)
 def test_teachers(name: str, inner: str) -> None:
     """One after the other: Dynamo tells them apart."""
@@ -75,7 +75,7 @@ def test_copies_only_where_something_is_saved() -> None:
     assert not own.is_inference()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@each_inner
 def test_changes_in_place_are_not_lost(inner: str) -> None:
     def loss(student: Tensor, teacher: Tensor) -> Tensor:
         value = reverse_kl(student, teacher)

@@ -381,6 +381,7 @@ def test_value_gradient_and_change_are_eagers(
             _check(fn, VOCAB, dtype, False, {**harness.OPTIONS, **options})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fn", IN_BACKWARD)
 def test_changes_in_backward_under_inductor(fn: Callable[..., Tensor]) -> None:
     _check(fn, VOCAB, torch.float32, True, {**harness.OPTIONS, "inner": "inductor"})
@@ -426,7 +427,7 @@ def test_a_confident_row_keeps_its_gradient() -> None:
     torch.testing.assert_close(grad[:, 3].double(), true, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@harness.each_inner
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_megatrons_own_cross_entropy_on_given_logits(fused: bool, inner: str) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -42,7 +42,7 @@ def run(fn: Callable[..., Tensor], view: Callable[[Tensor], Tensor], alias: bool
     return leaf.grad
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@harness.each_inner
 @pytest.mark.parametrize("view", VIEWS, ids=lambda name: name.replace(" ", "_"))
 def test_alias_in_a_later_call(view: str, inner: str) -> None:
     torch._dynamo.reset()

@@ -118,7 +118,13 @@ def test_head_with_any_number_of_rows(
     assert not full_logits(graphs[-1])
 
 
-@pytest.mark.parametrize("name", ["linear_with_bias", "shifted", "einsum", "policy", "softcap"])
+UNDER_INDUCTOR = ["linear_with_bias", "shifted", "einsum", "policy"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["softcap", *(pytest.param(name, marks=pytest.mark.thorough) for name in UNDER_INDUCTOR)],
+)
 def test_head_under_inductor(name: str) -> None:
     row = next(row for row in HEADS if row.name == name)
     harness.prepare(row)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_passes.graph.facts import same
 from fx_passes.picked_rows import sum_first
-from tests.support.harness import OPTIONS, VOCAB, Pool
+from tests.support.harness import OPTIONS, VOCAB, Pool, each_inner
 
 BATCH, LENGTH, DRAWS = 3, 8, 8
 Picking = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -113,7 +113,7 @@ def test_summed_first(name: str, dtype: torch.dtype, graphs: list[Graph]) -> Non
     assert not wide_picks(graphs)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@each_inner
 @pytest.mark.parametrize("name", ["over their number", "rows by their numbers"])
 def test_any_number_of_rows(
     name: str, inner: str, graphs: list[Graph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

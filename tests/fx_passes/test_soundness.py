@@ -1558,7 +1558,7 @@ def _gradient_error(fn: Callable[[Tensor], Tensor], offset: float) -> float:
     return ours / plain
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@harness.each_inner
 def test_half_logits_over_their_norm_fuse(inner: str) -> None:
     """Their divisor is limited by operators that inductor still compiles after its decompositions."""
     torch._dynamo.reset()

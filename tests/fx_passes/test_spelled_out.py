@@ -199,6 +199,9 @@ def test_logits_that_are_returned_are_told() -> None:
 # ---- logits that are computed in half precision -------------------------------------------------------------------
 
 
+HALF = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)]
+
+
 def capped(logits: Tensor) -> Tensor:
     return 30 * torch.tanh(logits / 30)
 
@@ -212,7 +215,7 @@ def capped_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return (log_probs.exp() * log_probs).sum(-1) - log_probs.gather(-1, target[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("loss", [capped_cross_entropy, capped_entropy])
 def test_logits_that_are_computed_again_are_rounded(
     loss: Callable[..., Tensor], dtype: torch.dtype

@@ -82,7 +82,15 @@ CASES = [(name, 2) for name in LOSSES if name != "chunked"]
 CASES += [("log_probs_and_entropy", 4), ("chunked", 3), ("differentiable_all_reduce", 4)]
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+def with_more_than_two_marked(cases: list[tuple[str, int]]) -> list[Any]:
+    """A thread for each rank."""
+    return [
+        pytest.param(name, ranks, marks=pytest.mark.thorough if ranks > 2 else ())
+        for name, ranks in cases
+    ]
+
+
+@pytest.mark.parametrize(("name", "ranks"), with_more_than_two_marked(CASES))
 def test_equal_to_the_unsharded_loss(name: str, ranks: int) -> None:
     known = len(slime_compile.reports())
     found = on_threads(ranks, on_shard, ranks, name, {})
@@ -106,13 +114,7 @@ OF_ONE = [(name, 1) for name in LOSSES if name not in ("chunked", "combined_norm
 # ---- offsets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=pytest.mark.thorough if ranks > 3 else ())
-        for name, ranks in [*CASES, *OF_ONE]
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks"), with_more_than_two_marked([*CASES, *OF_ONE]))
 def test_an_offset_loses_nothing(name: str, ranks: int) -> None:
     """The error is that of numbers as large as the logits are without it."""
     found = gathered(on_threads(ranks, on_shard, ranks, name, {}, 2.0**10), "ours")

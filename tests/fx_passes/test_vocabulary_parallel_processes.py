@@ -145,6 +145,7 @@ def sharded_dtensor_twice(rank: int, cache: str) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough  # two processes, four compiles by inductor
 def test_dtensor_from_the_compile_cache(tmp_path: Path) -> None:
     for each in on_ranks(2, sharded_dtensor_twice, str(tmp_path)):
         assert not isinstance(each, Exception), each

@@ -117,6 +117,7 @@ def test_one_sequence() -> None:
     check(squeeze, "aot_eager", batch=1)
 
 
+@pytest.mark.thorough
 def test_inductor() -> None:
     check(log_probs_and_entropy, "inductor")
 

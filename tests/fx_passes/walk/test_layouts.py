@@ -87,14 +87,13 @@ FUNCTIONS = (
 
 
 def under_both_inners() -> list[Any]:
-    """All but one that inductor compiles, 2 to 6 s each, are thorough."""
-    kept = turned_back_and_viewed
+    """Those that inductor compiles, 2 to 6 s each, are thorough."""
     return [
         pytest.param(
             fn,
             inner,
             id=f"{fn.__name__}-{inner}",
-            marks=pytest.mark.thorough if inner == "inductor" and fn is not kept else (),
+            marks=pytest.mark.thorough if inner == "inductor" else (),
         )
         for inner in ("aot_eager", "inductor")
         for fn in FUNCTIONS
