@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from fx_passes.graph.aliases import changed_inputs
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import byte_count, shape_of
-from fx_passes.graph.order import ancestors, descendants, tidy
+from fx_passes.graph.order import descendants, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import SHARE, Sizes
 from fx_passes.linear.degrees import NotInForward
@@ -166,8 +166,9 @@ def linear(graph: Graph, config: LinearConfig) -> LinearOutcome:
 
 def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome:
     chunked: list[Chunked] = []
-    rejections = _made_otherwise(graph, config.chunk_bytes)
-    heads = [n for n in graph.nodes if is_head(n) and has_statistics(n)]
+    products = [n for n in graph.nodes if is_head(n)]
+    rejections = _made_otherwise(graph, products, config.chunk_bytes)
+    heads = [n for n in products if has_statistics(n)]
     pieces = pieces_of(heads, config.chunk_bytes)
     rejections += pieces.left
     changed = changed_inputs(graph) if heads else set()
@@ -278,14 +279,13 @@ def _products(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> P
     return products_of(grad, head, derivative, emit)
 
 
-def _made_otherwise(graph: Graph, chunk_bytes: int) -> list[Rejection]:
-    """Logits that the graph makes from a head's, by something that no chunk can do alone."""
+def _made_otherwise(graph: Graph, products: list[Node], chunk_bytes: int) -> list[Rejection]:
+    """Logits that the graph makes from a matmul's result, by something that no chunk can do alone."""
+    made = descendants(products).difference(products)
     found: dict[Node, Rejection] = {}
     for node in graph.find_nodes(op="call_function", target=fused.row_stats.default):
         origin = rows_of(node.args[0])
-        if is_head(origin) or sizes_of(origin, chunk_bytes).whole:
-            continue
-        if not any(map(is_head, ancestors([origin]))):
+        if origin not in made or sizes_of(origin, chunk_bytes).whole:
             continue
         reason = f"the logits come out of {origin.target}, not of a matmul, so they are made whole"
         found[origin] = Rejection(reason, str(origin.target), source_of(origin))

@@ -21,6 +21,7 @@ from fx_passes import inplace
 from fx_passes.collective_gradients import keep_eager_gradients
 from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
+from fx_passes.graph.backward import is_joint
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.picked_rows import sum_first
@@ -32,7 +33,7 @@ from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
-from slime_compile.report.record import Record, describe, has_backward
+from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
 from slime_compile.torch_private import TracingContext, inductor_config, trace_structured
 
@@ -173,7 +174,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         if nodes:
             _trace("slime_fused_after", graph)
 
-    record.training |= has_backward(graph)
+    record.training |= is_joint(graph)
     _guarded("the fusing pass", graph, options, record, edit)
     if options.check_ranks:
         module = graph.owning_module

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from fx_passes.graph.backward import is_tangent
+from fx_passes.graph.backward import is_joint
 from fx_passes.graph.facts import hint, is_float_tensor, rank_of, shape_of
 from fx_passes.graph.user_lines import frames
 from fx_passes.outcome import Outcome, Rejection
@@ -319,7 +319,7 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
     return GraphReport(
         **sums,
         name="",
-        training=has_backward(graph),
+        training=is_joint(graph),
         operators=operators,
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=outcome.rejections,
@@ -328,11 +328,6 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         has_vocabulary=outcome.chunked_heads > 0
         or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
-
-
-def has_backward(graph: Graph) -> bool:
-    """It is a joint graph: gradients come in."""
-    return any(is_tangent(n) for n in graph.find_nodes(op="placeholder"))
 
 
 def is_wide(value: object, min_vocab: int) -> bool:
