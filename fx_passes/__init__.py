@@ -8,6 +8,7 @@ In their order:
         collectives.merge                           row-level all-reduces -> one all-gather
         verify.mismatch                             verify=True: the graph and its rewrite on the same random data
     linear.linear(graph, config) -> LinearOutcome   after fuse: logits that a matmul makes, in chunks
+    inlined.inline                                  after partitioning: operators of few elements -> formulas
     inplace.mark_inputs, inplace.inplace            backward graph, after partitioning -> Decisions
 
 Reading order: docs/design.md, `rules/__init__.py` (what is recognised), `algebra/` (forms), `walk/`, `fuse.py`.

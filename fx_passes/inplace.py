@@ -20,7 +20,7 @@ NOTE [What is decided at run time].
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import torch
@@ -100,7 +100,11 @@ def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
 
 
 def inplace(
-    graph: Graph, donated: set[Node], consume_logits: Consume, recorded: bool = False
+    graph: Graph,
+    donated: set[Node],
+    consume_logits: Consume,
+    recorded: bool = False,
+    beside: Collection[Node] = (),
 ) -> list[Decision]:
     """Rewrites each `row_grad` of a backward graph that may write over its root.
 
@@ -108,9 +112,11 @@ def inplace(
         donated: placeholders that only this graph can see.
         consume_logits: whether the caller lets us overwrite logits that are inputs of the compiled function.
         recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
+        beside: gradients that are left alone.
     """
     decisions: list[Decision] = []
-    gradients = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default)
+    every = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default)
+    gradients = [node for node in every if node not in beside]
     if not gradients:
         return decisions
     aliases = Aliases(graph)

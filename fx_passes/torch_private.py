@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed import _functional_collectives as functional_collectives
     from torch.distributed.distributed_c10d import _get_group_size_by_name as group_size_by_name
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         ShapeEnv,
         free_unbacked_symbols,
@@ -52,6 +53,7 @@ __all__ = [
     "guard_or_false",
     "inductor_prims",
     "looked_up",
+    "make_fx",
     "statically_known_true",
     "unset_fake_temporarily",
 ]
@@ -96,6 +98,11 @@ INTERFACES = {
         "torch._guards:detect_fake_mode",
         "the mode of the graph that is rewritten",
         'the fake_mode of any node\'s meta["val"]',
+    ),
+    "make_fx": Interface(
+        "torch.fx.experimental.proxy_tensor:make_fx",
+        "the graph of an operator's formula",
+        "torch.export; or inline_below=0, which leaves the operators",
     ),
     "statically_known_true": Interface(
         "torch.fx.experimental.symbolic_shapes:statically_known_true",

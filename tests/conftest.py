@@ -22,6 +22,9 @@ capability = os.environ.get("ATEN_CPU_CAPABILITY")
 if capability and cache_dir() == default_cache_dir():
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_{capability}"
 
+# The logits of the tests are small and stand for large ones: the operators are called.
+os.environ.setdefault("SLIME_FUSED_INLINE_BELOW", "0")
+
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 

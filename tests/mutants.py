@@ -844,6 +844,59 @@ MUTANTS = [
             "        key = (x, Poly.number(1.0))",
         ),
         (
+            "columns that a reshape has mixed with rows are told apart", "inlined.py", "test_inlined.py mixed",
+            "    if not (single and counted and math.prod(shape_of(coefficient)[rows:]) == len(columns)):",
+            "    if not (single and counted):",
+        ),
+        (
+            "columns one below the other stand side by side", "inlined.py", "test_inlined.py mixed",
+            "    if not (single and counted and math",
+            "    if not (single and math",
+        ),
+        (
+            "formulas of what is on a GPU", "inlined.py", "test_inlined.py small",
+            '    known = logits.device.type == "cpu" and all(',
+            "    known = all(",
+        ),
+        (
+            "formulas of sizes that are not known", "inlined.py", "test_inlined.py not_known",
+            "all(isinstance(size, int) for size in logits.shape)",
+            "True",
+        ),
+        (
+            "what a formula does not need stays in the graph", "inlined.py", "test_inlined.py",
+            "    while nodes:",
+            "    while False:",
+        ),
+        (
+            "every column is the number that one has", "inlined.py", "test_inlined.py",
+            "    number = filled.args[1] if filled.target is aten.full.default else None",
+            "    number = 1.0",
+        ),
+        (
+            "an infinite weight is in every column", "../slime_compile/ops/reference.py", "test_inlined.py infinite",
+            "        out = torch.where(column == at, out + value, out)",
+            "        out = out + (column == at) * value",
+        ),
+        (
+            "formulas though the softmax is to be kept", "../slime_compile/backend/options.py",
+            "../backend/test_inline_below.py operators_are_called",
+            'self.consume_logits is True or self.save != "logits"',
+            "self.consume_logits is True",
+        ),
+        (
+            "formulas though the logits are to be consumed", "../slime_compile/backend/options.py",
+            "../backend/test_inline_below.py operators_are_called",
+            'self.consume_logits is True or self.save != "logits"',
+            'self.save != "logits"',
+        ),
+        (
+            "a formula's report is lost in the cache", "../slime_compile/backend/passes.py",
+            "../report/test_compile_cache.py formulas",
+            "            record.keep_aside(record.placements_region())",
+            "            pass",
+        ),
+        (
             "logits are overwritten before a later reader", "inplace.py", "test_inplace.py",
             "            if user > node:",
             "            if False:",

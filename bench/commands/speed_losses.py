@@ -2,6 +2,7 @@
 
 Entry points: `cells` and `tables`. One cell is a dtype, on the CPU also a number of threads and the vector
 instructions that torch may use; all losses and both ways run in turn in one process. speed.py says what the limit is.
+Logits of up to a million elements, on the CPU, have cells of their own: there microseconds count, not bytes.
 """
 
 import dataclasses
@@ -25,6 +26,9 @@ from bench.measure.turns import COPIES, Run, computed, copy_of, in_turn
 COMPARED = ("inductor", "slime_fused")
 
 
+_SMALL = [(4, 4_000), (64, 4_000), (250, 4_000)]  # rows, vocabulary
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a cell is about; no threads and no instructions where the device is no CPU."""
@@ -32,6 +36,10 @@ class Setting:
     case: Case
     threads: int | None = None
     instructions: str | None = None
+
+    @property
+    def small(self) -> bool:
+        return (self.case.rows, self.case.vocab) in _SMALL
 
     @property
     def name(self) -> str:
@@ -49,7 +57,11 @@ def _settings(rows: int, vocab: int, device: str) -> list[Setting]:
     wider = torch.cpu._is_avx512_supported()
     instructions = ["avx2", "avx512"] if wider else ["avx2"]
     threads = sorted({1, min(2, torch.get_num_threads())})
-    return [Setting(c, t, i) for i in instructions for t in threads for c in cases]
+    small = [Case("given", "plain", "float32", *size, device=device) for size in _SMALL]
+    return [
+        *(Setting(c, t, i) for i in instructions for t in threads for c in cases),
+        *(Setting(c, t, instructions[-1]) for t in threads for c in small),
+    ]
 
 
 def cells(rows: int, vocab: int, device: str, seconds: float) -> Cells:
@@ -88,7 +100,8 @@ def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
         for name, loss in LOSSES.items()
         for way in COMPARED
     }
-    return in_turn({**runs, "copy": copy_of(copies, clock)}, seconds * len(LOSSES))
+    every = {**runs, "copy": copy_of(copies, clock)}
+    return in_turn(every, seconds * len(LOSSES), short=setting.small)
 
 
 def _run(
@@ -121,8 +134,11 @@ def tables(
     store: Store, rows: int, vocab: int, device: str
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """One table for each cell that is finished."""
-    names = [setting.name for setting in _settings(rows, vocab, device)]
-    return [_table(name, store.cells[name]) for name in names if name in store.cells]
+    settings = [s for s in _settings(rows, vocab, device) if s.name in store.cells]
+    return [
+        (_small_table if setting.small else _table)(setting.name, store.cells[setting.name])
+        for setting in settings
+    ]
 
 
 def _table(name: str, found: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
@@ -143,4 +159,15 @@ def _table(name: str, found: dict[str, Any]) -> tuple[str, list[str], list[list[
         rows.append([loss, *both_ms, *ours_ms, f"{copy / backward:.0%}"])
     speed = 2e-6 * found["logits_bytes"] / copy
     rows.append([f"copy: {copy:.1f} ms, {speed:.1f} GB/s"])
+    return name, headers, rows
+
+
+def _small_table(name: str, found: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    headers = ["", "inductor us", "slime_fused us", "difference us"]
+    if "error" in found:
+        return name, headers, [[found["error"]]]
+    rows = []
+    for loss in LOSSES:
+        theirs, ours = (1e3 * sum(found["times_ms"][f"{loss}: {way}"]) for way in COMPARED)
+        rows.append([loss, f"{theirs:.0f}", f"{ours:.0f}", f"{ours - theirs:+.0f}"])
     return name, headers, rows

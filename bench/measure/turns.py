@@ -13,6 +13,7 @@ Run = Callable[[int], tuple[float, float]]
 """The number of the round to the seconds of forward and of backward."""
 
 _LEAST, _MOST = 3, 30  # rounds
+_MOST_SHORT = 1000  # of runs that take microseconds
 
 
 class _Computed(torch.autograd.Function):
@@ -44,11 +45,15 @@ def copy_of(copies: list[list[Tensor]], clock: Callable[[], float]) -> Run:
     return run
 
 
-def in_turn(runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
-    """Median milliseconds of forward and backward, after one round to warm up."""
+def in_turn(runs: dict[str, Run], seconds: float, *, short: bool = False) -> dict[str, list[float]]:
+    """Median milliseconds of forward and backward, after one round to warm up.
+
+    Args:
+        short: each takes less than a millisecond, in which the machine does other things too: many rounds.
+    """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds
-    for number in range(1 + _MOST):
+    for number in range(1 + (_MOST_SHORT if short else _MOST)):
         if number > _LEAST and time.perf_counter() > end:
             break
         for name, run in runs.items():

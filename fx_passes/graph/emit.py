@@ -35,7 +35,8 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+"""Torch's meta keys of what a node was made for, in the user's code."""
 
 
 class Emitter:
@@ -117,7 +118,7 @@ class Emitter:
         if any(is_backward(arg) for arg in node.all_input_nodes):
             node.meta[TAG] = BACKWARD
         if self.origin is not None:
-            for key in _PROVENANCE:
+            for key in PROVENANCE:
                 if key in self.origin.meta:
                     node.meta[key] = self.origin.meta[key]
 

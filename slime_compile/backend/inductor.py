@@ -23,6 +23,7 @@ from slime_compile.backend.passes import (
     fused_nodes,
     keep_saved,
     run_fuse,
+    run_inline,
     run_inplace,
     set_region,
 )
@@ -81,9 +82,7 @@ class _Pass(CustomGraphPass):
 
 class _JointPass(_Pass):
     def run(self, graph: Graph) -> None:
-        record = process.record(self.number)
-        run_fuse(graph, self.options, record)
-        record.keep_unfused()
+        run_fuse(graph, self.options, process.record(self.number))
 
 
 class _JointEndPass(_Pass):
@@ -91,14 +90,17 @@ class _JointEndPass(_Pass):
         keep_given(graph)
 
 
-class _BackwardPass(_Pass):
+class _EndPass(_Pass):
     def run(self, graph: Graph) -> None:
+        record = process.record(self.number)
         # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
         backward = _backward.get()
         if backward is not None and graph.owning_module is backward.module:
             placeholders = graph.find_nodes(op="placeholder")
             donated = {placeholders[i] for i in backward.donated}
-            run_inplace(graph, donated, self.options, process.record(self.number))
+            run_inplace(graph, donated, self.options, record, inline=True)
+        else:
+            run_inline(graph, self.options, record)
 
 
 @contextlib.contextmanager
@@ -130,6 +132,7 @@ def compile_inductor(
     compiled: Any = compile_fx(
         gm, example_inputs, inner_compile=inner_compile, config_patches=patches
     )
+    record.write_aside()
     return cast(Compiled, compiled)
 
 
@@ -147,7 +150,7 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
     nodes = fused_nodes(gm.graph)
     if nodes:
         planned = copied(gm.graph)
-        run_inplace(planned, donated_inputs(planned), options, record)
+        run_inplace(planned, donated_inputs(planned), options, record, inline=True)
         set_region(nodes, record.placements_region())
     keep_saved(options, record, gm.graph)
     gm.recompile()
@@ -157,7 +160,7 @@ def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backwar
 _HOOKS: dict[str, type[_Pass]] = {
     "joint_custom_pre_pass": _JointPass,
     "joint_custom_post_pass": _JointEndPass,
-    "post_grad_custom_post_pass": _BackwardPass,
+    "post_grad_custom_post_pass": _EndPass,
 }
 
 

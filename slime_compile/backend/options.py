@@ -26,7 +26,7 @@ Inner = Literal["inductor", "aot_eager"]
 ENVIRONMENT_PREFIX = "SLIME_FUSED_"
 INDUCTOR_PREFIX = "inductor."
 MIB = 1 << 20
-_LEAST = {"min_vocab": 2, "chunk_mib": 0}
+_LEAST = {"min_vocab": 2, "chunk_mib": 0, "inline_below": 0}
 _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -49,6 +49,9 @@ class Options:
             rows; at least 32 MiB and at most 512 MiB.
         grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
             may be and keeps little, "always" where it may be, "never".
+        inline_below: on the CPU, inner="inductor": logits of fewer elements, all sizes known, are left to inductor as
+            the fused formulas, since a call of an operator takes longer; their gradient is new memory. Not with
+            consume_logits=True or save="softmax".
         inductor: inductor's own settings by their names (`inductor.<name>` keys).
     """
 
@@ -63,6 +66,7 @@ class Options:
     lm_head: bool = True
     chunk_mib: int = 0
     grad_in_forward: InForward = "auto"
+    inline_below: int = 1 << 18
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -95,6 +99,12 @@ class Options:
         own = [(name, repr(getattr(self, name))) for name in known_options()]
         passed_on = [(INDUCTOR_PREFIX + n, _identity(v)) for n, v in self.inductor.items()]
         return tuple(own + sorted(passed_on))
+
+    @property
+    def inlined_below(self) -> int:
+        """`inline_below`, or 0 where nothing is inlined."""
+        asked = self.consume_logits is True or self.save != "logits"
+        return 0 if asked or self.inner != "inductor" else self.inline_below
 
     def fuse_config(self) -> FuseConfig:
         """The part that the fusing pass reads."""

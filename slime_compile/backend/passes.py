@@ -2,7 +2,8 @@
 
     prepare        Dynamo's graph                    before AOTAutograd: collectives, rows that are read
     run_fuse       joint graph, or inference graph   before partitioning
-    run_inplace    backward graph                    after partitioning, nothing else is ever made in place
+    run_inline     forward or inference graph        after partitioning: few elements are inductor's
+    run_inplace    backward graph                    after partitioning: the same, and who writes over the logits
 
 An exception in a pass leaves the graph as it was and is logged once; with strict=True it is raised. So does one of who
 compiles a graph that was rewritten: it is compiled again, unfused. This file holds no rule about losses.
@@ -17,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fx_passes
-from fx_passes import inplace
+from fx_passes import inlined, inplace
 from fx_passes.collective_gradients import keep_eager_gradients
 from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
@@ -33,9 +34,15 @@ from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
+from slime_compile.ops import reference
 from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
-from slime_compile.torch_private import TracingContext, inductor_config, trace_structured
+from slime_compile.torch_private import (
+    TracingContext,
+    inductor_config,
+    select_decomp_table,
+    trace_structured,
+)
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +172,11 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
         nodes = fused_nodes(graph)
         record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
         part = describe(graph, found, len(nodes), options.min_vocab)
-        if nodes:
-            set_region(nodes, record.graph_region(part))
+        carrying = [n for n in nodes if not _is_inlined(n, options)]
+        if carrying:
+            set_region(carrying, record.graph_region(part))
+        else:
+            record.keep_aside(record.graph_region(part))
         if options.consume_logits:
             use_whole_logits(graph)
         inplace.mark_inputs(graph, record.held)
@@ -183,15 +193,53 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
             record.note(missing)
 
 
-def run_inplace(graph: Graph, donated: set[Node], options: Options, record: Record) -> None:
-    """The in-place pass over a backward graph."""
+_FORMULAS: inlined.Formulas = {ops.row_stats: reference.row_stats, ops.row_grad: reference.row_grad}
+_SMALL = "they have few elements, and inductor compiles the formula (option inline_below)"
+
+
+def run_inline(graph: Graph, options: Options, record: Record) -> None:
+    """Operators of few elements in a forward or inference graph become formulas, for inductor to compile."""
+    if any(_is_inlined(node, options) for node in fused_nodes(graph)):
+        _guarded("inlining", graph, options, record, lambda: _inline(graph, options))
+
+
+def _inline(graph: Graph, options: Options) -> None:
+    inlined.inline(graph, options.inlined_below, _FORMULAS, select_decomp_table())
+
+
+def _is_inlined(node: Node, options: Options) -> bool:
+    return node.target in _FORMULAS and inlined.is_small(node, options.inlined_below)
+
+
+def run_inplace(
+    graph: Graph, donated: set[Node], options: Options, record: Record, *, inline: bool
+) -> None:
+    """The in-place pass over a backward graph.
+
+    Args:
+        inline: whether inductor will compile it; in a dry run the operators stand for what it would make of them.
+    """
 
     def edit() -> None:
-        decisions = inplace.inplace(graph, donated, options.consume_logits, recorded(options))
-        record.place([Placement(d.source, d.in_place, d.reason, d.owner) for d in decisions])
+        gradients = graph.find_nodes(op="call_function", target=ops.row_grad)
+        small = [node for node in gradients if _is_inlined(node, options)]
+        placements = [Placement(source_of(node), False, _SMALL) for node in small]
+        if inline:  # first: the formulas read the logits as any operator of torch does
+            _inline(graph, options)
+            small = []
+        decisions = inplace.inplace(
+            graph, donated, options.consume_logits, recorded(options), small
+        )
+        placements += [Placement(d.source, d.in_place, d.reason, d.owner) for d in decisions]
+        record.place(placements)
+        nodes = fused_nodes(graph)
+        if nodes and placements:
+            set_region(nodes, record.placements_region())
+        elif placements:
+            record.keep_aside(record.placements_region())
         if decisions:
-            set_region(fused_nodes(graph), record.placements_region())
             _set_places(graph, record)
+        if placements:
             _trace("slime_fused_backward", graph)
 
     _guarded("the in-place pass", graph, options, record, edit)

@@ -5,6 +5,9 @@ are written to be read, work in every floating dtype, and keep several [N, V] te
 (`cpu.py`, `cuda.py`) must match them. Shapes are checked in `checks.py`, not here.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,9 +48,8 @@ def row_stats(
     """
     compute = compute_dtype(x.dtype)
     x = x.to(compute)
-    rate = x.new_full([], factor) if scale is None else scale.to(compute) * factor
-    peak = torch.where(rate < 0, x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
-    peak = peak.masked_fill(rate == 0, 0.0)
+    rate = factor if scale is None else scale.to(compute) * factor
+    peak = _where_largest(x, rate)
     d = scaled(x - peak, rate)  # NaN in a row with +inf, with NaN, or with nothing but -inf
     p = d.exp()
     sum_exp = p.sum(-1, keepdim=True)
@@ -62,12 +64,17 @@ def row_stats(
     )
 
 
+Column = Tensor | float
+Columns = Tensor | Sequence[Column]
+"""The numbers of each row; or a list with a tensor `[..., 1]` for each of them, a number where all rows have one."""
+
+
 def row_grad(
     x: Tensor,
-    terms: Tensor,
-    affine: Tensor,
-    index: Tensor,
-    weight: Tensor,
+    terms: Columns,
+    affine: Columns,
+    index: Columns,
+    weight: Columns,
     softmax: bool,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -86,31 +93,55 @@ def row_grad(
         [..., V] of `dtype`, contiguous.
     """
     x = x.to(compute_dtype(x.dtype))
-    f, center, e = affine.unsqueeze(-2).unbind(-1)
+    f, center, e = _columns(affine, x)
     out = torch.zeros_like(x)
-    for term in terms.unbind(-2):
-        out = out + _exponential_term(x, term, softmax)
+    numbers = _columns(terms, x)
+    for k in range(0, len(numbers), TERM):
+        out = out + _exponential_term(x, numbers[k : k + TERM], softmax)
     column = torch.arange(x.shape[-1], device=x.device)
-    for k in range(index.shape[-1]):
-        out = out + torch.where(column == index[..., k, None], weight[..., k, None], 0.0)
-    out = out + torch.where(f == 0, e, f * (x - center) + e)
-    out = torch.where(empty_rows(terms, affine, weight), 0.0, out)
+    for at, value in zip(_columns(index, x), _columns(weight, x), strict=True):
+        out = torch.where(column == at, out + value, out)
+    out = out + _where(f == 0, e, f * (x - center) + e)
     return out.to(dtype).contiguous()
 
 
-def _exponential_term(x: Tensor, term: Tensor, softmax: bool) -> Tensor:
-    scale, center, shift, a, b = term.unsqueeze(-2).unbind(-1)
+def _columns(value: Columns, x: Tensor) -> list[Any]:
+    """Tensors, and numbers, that broadcast against x."""
+    *rows, _ = x.shape
+    columns = value.flatten(len(rows)).unbind(-1) if isinstance(value, Tensor) else value
+    return [c.reshape(*rows, 1) if isinstance(c, Tensor) else c for c in columns]
+
+
+def _where(condition: Tensor | bool, chosen: Any, other: Any) -> Any:
+    """One of the two where the condition is a number's, the same for all rows."""
+    if not isinstance(condition, Tensor):
+        return chosen if condition else other
+    return torch.where(condition, chosen, other)
+
+
+def _exponential_term(x: Tensor, term: Sequence[Any], softmax: bool) -> Tensor:
+    scale, center, shift, a, b = term
     unread = (a == 0) & (b == 0)
     if softmax:
         return torch.where(unread | (x == 0), 0.0, x * (a + b * (x.log() + shift)))
     z = scaled(x - center, scale)
-    null = (z == -torch.inf) & ~shift.isnan()  # a row with +inf has no softmax
-    return torch.where(unread | null, 0.0, (z - shift).exp() * (a + b * z))
+    null = (z == -torch.inf) & (shift == shift)  # NaN: a row with +inf has no softmax
+    factor = a + b * z if isinstance(b, Tensor) or b else a
+    return torch.where(unread | null, 0.0, (z - shift).exp() * factor)
 
 
-def scaled(x: Tensor, scale: Tensor) -> Tensor:
+def scaled(x: Tensor, scale: Column) -> Tensor:
     """scale * x; a row whose scale is 0 is a row of zeros, whatever x is there."""
-    return torch.where(scale == 0, 0.0, x * scale)
+    return _where(scale == 0, torch.zeros_like(x), x * scale)
+
+
+def _where_largest(x: Tensor, scale: Column) -> Tensor:
+    """The element of each row that is largest once it is scaled; 0 where the scale is."""
+    if not isinstance(scale, Tensor):
+        largest = (torch.amin if scale < 0 else torch.amax)(x, -1, keepdim=True)
+        return largest if scale else torch.zeros_like(largest)
+    largest = torch.where(scale < 0, x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
+    return largest.masked_fill(scale == 0, 0.0)
 
 
 def empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ NOTE [How a report survives the compile cache]
 On a hit in torch's compile cache no pass runs. So the report of a graph, as compact JSON, is the `region` argument of
 its first fused operator, is thereby part of the generated code, and comes back when the operator is called: the first
 call of loaded code tells which regions are its own. Where forward has no fused operator (backward recomputes all), the
-graph that Dynamo asked us to compile tells by its `identity`; where the graph has none at all, a file (`unfused.py`).
+graph that Dynamo asked us to compile tells by its `identity`; where no operator carries it, a file (`aside.py`).
 Quotes are written as in an address, since inductor's C++ wrapper puts text between quotes as it is (torch 2.13). Lines
 are those of this process: a region says at which node of Dynamo's graph each of its lines was found.
 """
@@ -29,7 +29,7 @@ from fx_passes.outcome import Outcome, Rejection
 from slime_compile import ops
 from slime_compile.dynamo.frames import Frame
 from slime_compile.ops.holders import UNCLEAR
-from slime_compile.report import unfused
+from slime_compile.report import aside
 from slime_compile.report.values import SUMS, GraphReport, Placement, Report, Value
 from slime_compile.torch_private import trace_structured
 
@@ -81,7 +81,7 @@ class Record:
         self.called = False
         self.cached_as = {identity}
         self._parts: list[GraphReport] = []
-        self._unfused: list[str] = []
+        self._aside: dict[str, None] = {}
         self.placements: list[Placement] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
@@ -106,7 +106,7 @@ class Record:
     def abandon(self, cause: str) -> None:
         """The graph will be compiled as it was; what the passes have told is not what runs."""
         self.abandoned = True
-        self._parts, self.placements = [], []
+        self._parts, self.placements, self._aside = [], [], {}
         self.grad_in_forward = False
         self.fail(cause)
 
@@ -129,7 +129,7 @@ class Record:
     def loaded(self, regions: Iterable[str]) -> None:
         """Code from torch's compile cache has run for the first time, and has called these regions."""
         self.cached_as.update(region["id"] for region in _parsed(regions))
-        self._unfused = unfused.kept(self.identity) if self.has_vocabulary else []
+        self._aside = dict.fromkeys(aside.kept(self.identity) if self.has_vocabulary else ())
         self.called = True
 
     def graph_region(self, part: GraphReport) -> str:
@@ -138,11 +138,14 @@ class Record:
         at = {line: self.lines.index(line) for line in sorted(used) if line in self.lines}
         return self._region({"graph": dataclasses.asdict(part), "at": at})
 
-    def keep_unfused(self) -> None:
-        """What no operator carries through torch's compile cache, where a later process finds it."""
-        regions = [self.graph_region(part) for part in self._parts if not part.operators]
-        if regions and self.has_vocabulary:
-            unfused.keep(self.identity, regions)
+    def keep_aside(self, region: str) -> None:
+        """A region that no operator carries through torch's compile cache."""
+        self._aside[region] = None
+
+    def write_aside(self) -> None:
+        """The regions that were kept aside, where a later process finds them."""
+        if self._aside and self.has_vocabulary:
+            aside.keep(self.identity, list(self._aside))
 
     def placements_region(self) -> str:
         """The same for what is in place."""
@@ -169,7 +172,7 @@ class Record:
         return self._from_cache()
 
     def _from_cache(self) -> GraphReport:
-        seen = _parsed([*ops.seen_regions, *self._unfused])
+        seen = _parsed([*ops.seen_regions, *self._aside])
         mine = [self._moved(each) for each in seen if each["id"] in self.cached_as]
         parts = [_graph_from(each["graph"]) for each in mine if "graph" in each]
         placements = [
@@ -181,7 +184,7 @@ class Record:
             note = "loaded from torch's compile cache and not called yet"
             return self._unknown(note)
         if not parts and self.has_vocabulary:
-            note = "loaded from torch's compile cache with nothing fused; slime_compile.explain says why"
+            note = "loaded from torch's compile cache, and nothing says what was fused; slime_compile.explain does"
             return self._unknown(*self._notes, note)
         notes = list(self._notes)
         if not placements and any(_waits_for_placements(part) for part in parts):

@@ -140,6 +140,10 @@ def test_a_loss_stands_beside_inductor_and_a_copy(tmp_path: Path) -> None:
     assert done[2][0] == ["cross entropy, mean", "10.0", "5.0", "0.50", "2.0", "38%", "3.0", "50%"]
     assert [row[0] for row in done[2]] == [*LOSSES, "copy: 1.5 ms, 0.0 GB/s"]
     assert failed[2] == [["OOM"]]
+    store.cells = {names[-1]: {"times_ms": times, "logits_bytes": 1500}}
+    ((name, _, rows),) = speed_losses.tables(store, 8, VOCAB, "cpu")
+    assert "N = 250, V = 4000" in name
+    assert rows[0] == ["cross entropy, mean", "10000", "5000", "-5000"]
 
 
 @pytest.mark.parametrize("name", LOSSES)

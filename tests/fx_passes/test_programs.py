@@ -37,6 +37,8 @@ QUICK = 12  # of the batches; the others are thorough
 MANY = 1_000_000  # where the seeds of `make fuzz` start
 
 
+INLINED = {"inner": "inductor", "inline_below": 1 << 18}
+
 Record = Callable[[str, object], None]
 
 
@@ -83,6 +85,14 @@ def _fails_like(judge: Judge, verdict: Verdict) -> Any:
 def test_programs(batch: int, record_property: Record) -> None:
     counts = _run(batch * PER_BATCH, PER_BATCH, record_property)
     _assert_none(counts)
+    assert counts.kinds["fused"] >= PER_BATCH // 4, f"{counts}: too few are ours to say anything"
+
+
+@pytest.mark.thorough
+def test_inlined_programs(record_property: Record) -> None:
+    """Whose operators are inductor's as formulas."""
+    counts = _run(0, PER_BATCH, record_property, **INLINED)
+    _assert_none(counts, **INLINED)
     assert counts.kinds["fused"] >= PER_BATCH // 4, f"{counts}: too few are ours to say anything"
 
 
@@ -134,6 +144,7 @@ def test_thousands_of_programs_over_heads(
         (26, 500, {"dynamic": True}),
         (27, 500, {"consume_logits": True}),
         (28, 500, {"save": "softmax"}),
+        *((29 + batch, 50, INLINED) for batch in range(6)),
     ],
     ids=str,
 )

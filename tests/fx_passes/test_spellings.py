@@ -164,10 +164,17 @@ def test_output_compiled_alone(spelling: Spelling, position: int) -> None:
     ("name", "dtype"),
     [pytest.param(n, d, id=f"{n}-{short(d)}", marks=not_float32(d)) for n, d in UNDER_INDUCTOR],
 )
-def test_spelling_under_inductor(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "inline_below",
+    [
+        pytest.param(0, id="operators"),
+        pytest.param(1 << 18, id="formulas", marks=pytest.mark.thorough),
+    ],
+)
+def test_spelling_under_inductor(name: str, dtype: torch.dtype, inline_below: int) -> None:
     if torch.__version__ < "2.12" and name == "result_buffer":
         pytest.skip("the C++ that inductor 2.11 makes of it does not compile, without us either")
-    harness.check(BY_NAME[name], dtype, inner="inductor")
+    harness.check(BY_NAME[name], dtype, inner="inductor", inline_below=inline_below)
 
 
 OTHERWISE_OF_ANY_SIZE = {

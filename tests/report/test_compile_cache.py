@@ -32,13 +32,15 @@ print(json.dumps([r.to_dict() for r in slime_compile.reports()]))
 
 
 def run_script(
-    script: Path, cache: Path, *arguments: str, log: Path | None = None
+    script: Path, cache: Path, *arguments: str, log: Path | None = None, **environment: str
 ) -> list[dict[str, Any]]:
     """What the script prints in a process of its own."""
     code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     told = {"TORCH_LOGS": "slime_compile", "TORCH_LOGS_OUT": str(log)} if log else {}
     found: list[dict[str, Any]] = json.loads(
-        run_python(code, str(script), *arguments, TORCHINDUCTOR_CACHE_DIR=str(cache), **told)
+        run_python(
+            code, str(script), *arguments, TORCHINDUCTOR_CACHE_DIR=str(cache), **told, **environment
+        )
     )
     return found
 
@@ -62,10 +64,10 @@ def test_reports_survive_the_compile_cache(tmp_path: Path) -> None:
     assert not warm[1]["graphs"][0]["has_vocabulary"]
     assert warm[2] == cold[2]
     assert warm[2]["rejections"]
-    shutil.rmtree(tmp_path / "cache" / "slime_compile" / "unfused")
+    shutil.rmtree(tmp_path / "cache" / "slime_compile" / "aside")
     (unknown,) = run_script(script, tmp_path / "cache")[2]["graphs"]
     assert unknown["unknown"]
-    assert "nothing fused" in unknown["notes"][0]
+    assert "nothing says what was fused" in unknown["notes"][0]
 
 
 LEAF = """
@@ -99,6 +101,20 @@ def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
     assert held["reason"].startswith("Python holds them")
     assert before_backward["in_place"] == []
     assert "the first backward tells" in before_backward["graphs"][0]["notes"][0]
+
+
+@pytest.mark.thorough
+def test_formulas_in_the_place_of_operators(tmp_path: Path) -> None:
+    """No operator is left that could carry the report."""
+    script = tmp_path / "small.py"
+    script.write_text(LEAF)
+    _, compiled = run_script(script, tmp_path / "cache", SLIME_FUSED_INLINE_BELOW="100000")
+    at_once, loaded = run_script(script, tmp_path / "cache", SLIME_FUSED_INLINE_BELOW="100000")
+    assert at_once == loaded
+    cached = [graph.pop("cached") for found in (compiled, loaded) for graph in found["graphs"]]
+    assert cached == [False, True]
+    assert loaded == compiled
+    assert "inductor compiles the formula" in loaded["in_place"][0]["reason"]
 
 
 @pytest.mark.thorough

@@ -375,7 +375,7 @@ class Judge:
         dynamic: compile for any sizes; every second draw has a row more.
         ranks, shard: how many ranks judge the program together, and which one's x and y these are.
         chunk_rows: so many rows of the logits that a head makes are there at a time; 0 for the option's default.
-        grad_in_forward: option of the backend.
+        grad_in_forward, inline_below: options of the backend.
     """
 
     inner: str = "aot_eager"
@@ -386,6 +386,7 @@ class Judge:
     shard: int = 0
     chunk_rows: int = 0
     grad_in_forward: str = "auto"
+    inline_below: int = 0
 
     def judge(self, program: Program) -> Verdict:
         logging.disable(logging.ERROR)  # torch tells of every program that it fails on
@@ -404,7 +405,7 @@ class Judge:
             return Verdict("discarded", detail=_short(error))
         options = harness.OPTIONS | {"min_vocab": MIN_VOCAB, "inner": self.inner}
         options |= {"save": self.save, "consume_logits": self.consume_logits}
-        options |= {"grad_in_forward": self.grad_in_forward}
+        options |= {"grad_in_forward": self.grad_in_forward, "inline_below": self.inline_below}
         earlier = len(slime_compile.reports())
         with self.in_chunks(program.spec) as chunked:
             how = {"backend": "slime_fused", "options": options | chunked}

@@ -1,4 +1,4 @@
-"""Reports of graphs with nothing fused: no operator of ours carries them through torch's compile cache.
+"""Reports that no operator of ours carries through torch's compile cache: of graphs that have none, or none any more.
 
 Entry points: `keep` and `kept`. A file for each graph lies beside the code that torch keeps of it, named by the graph's
 identity. Where it is gone, or the code came from a cache that machines share, nothing is known of the graph.
@@ -34,4 +34,4 @@ def kept(identity: str) -> list[str]:
 def _path(identity: str) -> Path:
     from slime_compile.torch_private import cache_dir
 
-    return Path(cache_dir()) / "slime_compile" / "unfused" / f"{identity}.json"
+    return Path(cache_dir()) / "slime_compile" / "aside" / f"{identity}.json"
