@@ -4,6 +4,7 @@ In their order:
 
     function_outputs.drop_unread_outputs(gm)        Dynamo's graph: what autograd.Functions return (torch 2.11)
     collective_gradients.keep_eager_gradients(gm)   Dynamo's graph: in-place collectives keep eager's gradient
+    returned_logits.detach_returned(gm, min_vocab)  Dynamo's graph: logits beside a loss have their own gradient
     fuse(graph, config) -> Outcome                  joint or inference graph, before partitioning; calls
         collectives.merge                           row-level all-reduces -> one all-gather
         verify.mismatch                             verify=True: the graph and its rewrite on the same random data

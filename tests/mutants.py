@@ -844,6 +844,44 @@ MUTANTS = [
             "        key = (x, Poly.number(1.0))",
         ),
         (
+            "returned logits of what is changed", "returned_logits.py", "../backend/test_returned_logits.py left",
+            "chain.made <= usual and not _changed(graph, chain)",
+            "chain.made <= usual",
+        ),
+        (
+            "returned logits of another mode", "returned_logits.py", "../backend/test_returned_logits.py left",
+            "chain.made <= usual and not _changed(graph, chain)",
+            "not _changed(graph, chain)",
+        ),
+        (
+            "returned logits without a loss", "returned_logits.py", "../backend/test_returned_logits.py left",
+            "and _has_loss(outputs, node, chain):",
+            "and True:",
+        ),
+        (
+            "returned logits that are given ones", "returned_logits.py", "../backend/test_returned_logits.py given",
+            "again and not _is_given(node, chain) and",
+            "again and",
+        ),
+        (
+            "returned logits of a matrix that is computed", "returned_logits.py",
+            "../backend/test_returned_logits.py left",
+            "        return again and all(self._is_weight(each) for each in node.all_input_nodes)",
+            "        return all(self._is_weight(each) for each in node.all_input_nodes)",
+        ),
+        (
+            "an output behind the user's is returned", "../slime_compile/backend/returned.py",
+            "../backend/test_returned_logits.py graph_returns",
+            "    return tuple(outputs[: len(outputs) - returned.added])",
+            "    return tuple(outputs)",
+        ),
+        (
+            "returned logits run again without autocast", "../slime_compile/backend/returned.py",
+            "../backend/test_returned_logits.py autocast",
+            "            for device, (enabled, dtype) in ctx.autocast.items():",
+            "            for device, (enabled, dtype) in ():",
+        ),
+        (
             "columns that a reshape has mixed with rows are told apart", "inlined.py", "test_inlined.py mixed",
             "    if not (single and counted and math.prod(shape_of(coefficient)[rows:]) == len(columns)):",
             "    if not (single and counted):",

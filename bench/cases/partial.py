@@ -189,6 +189,12 @@ def masked_softmax_returned(logits: Tensor, allowed: Tensor, target: Tensor) -> 
     return -(probs.gather(-1, target[:, None]) + 1e-6).log().mean(), probs.detach()
 
 
+def scaled_logits_returned(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """The loss, and the logits that it is of, for whoever wants them; they have a gradient that nobody asks for."""
+    scaled = logits / 0.7
+    return F.cross_entropy(scaled, target), scaled
+
+
 def top_p_log_probs(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
     """Log-prob within the kept columns and entropy over all, as slime's top-p replay has it."""
     kept = logits.masked_fill(~allowed, -math.inf)
@@ -253,6 +259,7 @@ PROGRAMS: dict[str, Program] = {
         masked_loss,
         padded_vocabulary,
         masked_softmax_returned,
+        scaled_logits_returned,
         top_p_log_probs,
         top_k_within,
         entropy_of_clamped,

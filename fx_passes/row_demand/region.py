@@ -155,7 +155,7 @@ def _is_point(node: Node, inner: Node) -> bool:
     if node.target not in POINTWISE or not _same_shape(node, inner):
         return False
     others = [example(each) for each in node.all_input_nodes if each is not inner]
-    return all(_is_narrow(each, example(inner)) for each in others)
+    return all(is_narrow(each, example(inner)) for each in others)
 
 
 def _same_shape(node: Node, inner: Node) -> bool:
@@ -163,7 +163,7 @@ def _same_shape(node: Node, inner: Node) -> bool:
     return isinstance(found, Tensor) and same_shape(found.shape, example(inner).shape)
 
 
-def _is_narrow(other: Any, wide: Tensor) -> bool:
+def is_narrow(other: Any, wide: Tensor) -> bool:
     """A number, one value per column, or one per row."""
     if not isinstance(other, Tensor):
         return True

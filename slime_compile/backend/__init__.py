@@ -9,6 +9,7 @@ Entry point: `slime_fused`, found by torch through the entry-point group `torch_
     interpreted   inner="aot_eager": graphs run as they are
     consumed      logits that were overwritten, and another operation needs them
     inference     inputs from inference mode, which autograd does not save
+    returned      logits among the outputs, whose gradient is asked for or not
     registration  several threads may use the backend for the first time together
     check_ranks   the ranks of a group compare what they would exchange
 
@@ -38,6 +39,7 @@ from slime_compile.backend.passes import (
     prepare,
 )
 from slime_compile.backend.registration import allow_again
+from slime_compile.backend.returned import with_own_gradient
 from slime_compile.report.process import keep
 from slime_compile.torch_private import functorch_config
 
@@ -72,7 +74,7 @@ def slime_fused(
     if chosen.consume_logits is True:
         explain_errors()
     record = keep(new_record(gm, example_inputs, chosen))
-    prepare(gm, chosen, record)
+    returned = prepare(gm, chosen, record)
 
     def compiled_by_inner() -> Compiled:
         if chosen.inner == "aot_eager":
@@ -92,4 +94,5 @@ def slime_fused(
         compiled = noting_first_call(compiled, record)
     if chosen.consume_logits is True:
         compiled = watching_hooks(compiled, record)
+    compiled = with_own_gradient(compiled, returned)
     return copying_inference_tensors(compiled, example_inputs)

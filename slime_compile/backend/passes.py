@@ -26,6 +26,7 @@ from fx_passes.graph.backward import is_joint
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
 from fx_passes.picked_rows import sum_first
+from fx_passes.returned_logits import Returned, detach_returned
 from fx_passes.row_demand import demand_rows
 from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
@@ -62,16 +63,31 @@ log = logging.getLogger(__name__)
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
-def prepare(gm: GraphModule, options: Options, record: Record) -> None:
-    """What is done to Dynamo's graph before AOTAutograd differentiates it."""
+def prepare(gm: GraphModule, options: Options, record: Record) -> Returned:
+    """What is done to Dynamo's graph before AOTAutograd differentiates it.
+
+    Returns:
+        Which of its outputs get their gradient from who calls it.
+    """
     drop_unread_outputs(gm)
     for node in keep_eager_gradients(gm):
         where = source_of(node) or node.name
         record.note(
             f"the collective in place at {where} has the gradient of eager code: none of its own"
         )
-    if not options.lm_head:
-        return
+    if options.lm_head:
+        _prepare_heads(gm, options, record)
+    returned = Returned()
+
+    def detach() -> None:
+        nonlocal returned
+        returned = detach_returned(gm, options.min_vocab)
+
+    _guarded("detaching returned logits", gm.graph, options, record, detach)
+    return returned
+
+
+def _prepare_heads(gm: GraphModule, options: Options, record: Record) -> None:
     for module in [each for each in gm.modules() if isinstance(each, GraphModule)]:
 
         def edit(module: GraphModule = module) -> None:

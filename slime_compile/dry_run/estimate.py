@@ -24,6 +24,7 @@ from slime_compile.backend.identity import new_record
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
+from slime_compile.backend.returned import without_added
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
 from slime_compile.dry_run.scratch import Scratch
 from slime_compile.torch_private import (
@@ -67,7 +68,8 @@ def estimate_peak(
 
     Args:
         fn: a function or module, as for `slime_compile.explain`. Backward runs from all its outputs that require
-            grad, to the arguments that do, and to the parameters that it reads, of a module or captured by a closure.
+            grad, to the arguments that do, and to the parameters that it reads, of a module or captured by a closure;
+            not from logits that a matmul in it makes and that it returns beside their loss.
             Under `torch.no_grad()` there is none.
         args: as in the call that is meant. Fake tensors (made under `FakeTensorMode`) and tensors on "meta" may have
             any size; real ones are only looked at.
@@ -95,7 +97,7 @@ def estimate_peak(
 
     def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = new_record(gm, example_inputs, chosen)
-        prepare(gm, chosen, record)
+        returned = prepare(gm, chosen, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
             compiled = compile_interpreted(gm, example_inputs, chosen, record)
 
@@ -103,7 +105,7 @@ def estimate_peak(
             fakes = [faked(mode, value) if _is_real(value) else value for value in inputs]
             tracker.track_external(*captured.add(inputs, fakes))
             with tracker, Scratch():
-                return compiled(*fakes)
+                return without_added(compiled(*fakes), returned)
 
         return tracked
 

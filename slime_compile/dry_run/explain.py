@@ -18,6 +18,7 @@ from slime_compile.backend.identity import new_record
 from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
+from slime_compile.backend.returned import with_own_gradient
 from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
 from slime_compile.dynamo.frames import Frame, Watch, graph_break, summary, with_restarts
 from slime_compile.report.record import Record
@@ -78,10 +79,10 @@ class DryRun:
         self.breaks += filter(None, [graph_break(gm)])
         record = new_record(gm, example_inputs, self.options)
         self.records.append(record)
-        prepare(gm, self.options, record)
+        returned = prepare(gm, self.options, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
             compile_interpreted(gm, example_inputs, self.options, record, self.observe)
-        return gm.forward
+        return with_own_gradient(gm.forward, returned)
 
 
 def _ended(error: Exception) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import slime_compile
+from bench.measure.measure import profiled_peak
 from tests.support.harness import in_float64, no_worse_than_eager
 
 ROWS, VOCAB = 6, 1030
@@ -82,6 +83,18 @@ def test_a_dry_run_says_so_too() -> None:
         for fewer in (1 << 18, 0)
     ]
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_is_all_that_is_made(dtype: torch.dtype) -> None:
+    function, (logits, *others) = _compiled(INLINED), _arguments(dtype, 20_000)
+    leaf = logits.requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(function(leaf, *others), leaf)
+
+    step()
+    assert profiled_peak(step) <= 1.01 * leaf.nbytes
 
 
 @pytest.mark.parametrize("rows_vocab", [(1, 250_000), (4, 60_000)])

@@ -186,7 +186,7 @@ def test_the_report_says_so() -> None:
 
 def test_logits_that_are_returned_are_told() -> None:
     def fn(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = logits / 0.7
+        scaled = logits * torch.linspace(0.5, 1, logits.shape[-1])[None]
         return torch.nn.functional.cross_entropy(scaled, target), scaled
 
     given = {"logits": torch.randn(6, 40), "target": torch.randint(0, 40, [6])}

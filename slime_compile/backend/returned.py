@@ -1,0 +1,73 @@
+"""Logits that a compiled function returns, as autograd sees them: `fx_passes/returned_logits.py` has detached them.
+
+Entry point: `with_own_gradient`. Where the caller differentiates the logits, they are computed again from what their
+matmul was given, and their gradient goes on from there; where nobody does, nothing is.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_passes.returned_logits import Returned, Way
+
+_Autocast = dict[str, tuple[bool, torch.dtype]]
+"""By device: whether it was on where the function was called, and its dtype."""
+
+
+def with_own_gradient(compiled: Callable[..., Any], returned: Returned) -> Callable[..., Any]:
+    """`compiled`, with the outputs of the user's function."""
+    if not returned.ways:
+        return compiled
+    autocast = {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    }
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        outputs = list(compiled(*args))
+        values = [*args, *outputs]
+        for way in returned.ways:
+            operands = [values[place] for place in way.operands]
+            outputs[way.output] = _Again.apply(way, autocast, outputs[way.output], *operands)
+        return without_added(outputs, returned)
+
+    return call
+
+
+def without_added(outputs: Sequence[Any], returned: Returned) -> tuple[Any, ...]:
+    """Those of the user's function."""
+    return tuple(outputs[: len(outputs) - returned.added])
+
+
+class _Again(torch.autograd.Function):
+    """Logits of the operands, which are there already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, way: Way, autocast: _Autocast, logits: Tensor, *operands: Tensor
+    ) -> Tensor:
+        ctx.way, ctx.autocast = way, autocast
+        ctx.save_for_backward(*operands)
+        return (
+            logits.detach()
+        )  # one of its arguments would be a view that may not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:]
+        operands = [
+            each.detach().requires_grad_(needs)
+            for each, needs in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad(), contextlib.ExitStack() as modes:
+            for device, (enabled, dtype) in ctx.autocast.items():
+                modes.enter_context(torch.autocast(device, dtype, enabled))
+            logits = ctx.way.replay(*operands)
+        inputs = [each for each in operands if each.requires_grad]
+        found = iter(torch.autograd.grad(logits, inputs, grad, allow_unused=True))
+        return None, None, None, *(next(found) if needs else None for needs in needed)
