@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fx_passes.returned_logits import Returned, Way
 
@@ -58,6 +59,7 @@ class _Again(torch.autograd.Function):
         )  # one of its arguments would be a view that may not be changed in place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         needed = ctx.needs_input_grad[3:]
         operands = [

@@ -238,6 +238,12 @@ def test_autocast_outside() -> None:
         assert out[1].dtype is torch.bfloat16
         gradients.append(torch.autograd.grad(out[1].float().square().sum(), arguments[:2]))
     torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+    plain = compiled(*arguments)  # compiled again
+    assert plain[1].dtype is torch.float32
+    found, wanted = (
+        torch.autograd.grad(out[1].sum(), arguments[1]) for out in (plain, as_made(*arguments))
+    )
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_frozen_weight_and_no_gradients() -> None:
@@ -272,6 +278,15 @@ def test_a_changed_weight_is_an_error() -> None:
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out[1].sum().backward()
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    """As of all that AOTAutograd compiles."""
+    hidden, weight, target = _arguments()
+    logits = _compiled(as_made)(hidden, weight, target)[1]
+    (grad,) = torch.autograd.grad(logits.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
 
 
 def test_in_a_checkpoint() -> None:
