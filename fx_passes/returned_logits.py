@@ -96,8 +96,9 @@ def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tu
         chain = _Chain(heads)
         if not _is_wide(node, min_vocab) or not chain.leads_to(node):
             continue
-        again = chain.made <= usual and not _changed(graph, chain)
-        if again and not _is_given(node, chain) and _has_loss(outputs, node, chain):
+        own = not _shares_memory(node, [*outputs, *graph.find_nodes(op="placeholder")])
+        again = own and chain.made <= usual and not _changed(graph, chain)
+        if again and not _is_hidden(node, heads) and _has_loss(outputs, node, chain):
             yield place, chain
 
 
@@ -127,9 +128,9 @@ class _Chain:
         if head is not None:
             self.root = node
             self.leaves[head.hidden] = None
-            return all(
-                self._is_weight(each) for each in node.all_input_nodes if each is not head.hidden
-            )
+            weights = [each for each in node.all_input_nodes if each is not head.hidden]
+            # else a weight that is trained is nothing that its own gradient reads, and may be changed before
+            return _has_gradient(head.hidden) and all(map(self._is_weight, weights))
         if node.op not in ("call_function", "call_method"):
             return False
         inner, *others = sorted(node.all_input_nodes, key=_elements, reverse=True) or [node]
@@ -168,13 +169,19 @@ def _is_wide(node: object, min_vocab: int) -> bool:
     return _has_gradient(node) and found.dim() > 1 and hint(found.shape[-1]) >= min_vocab
 
 
-def _is_given(node: Node, chain: _Chain) -> bool:
-    """Whether it is given logits, seen otherwise: then its gradient is autograd's alone already."""
-    root = chain.root
-    if root is None or root.op != "placeholder":
-        return False
-    memory = [example(each).untyped_storage()._cdata for each in (node, root)]
-    return bool(memory[0] == memory[1])
+def _is_hidden(node: Node, heads: Mapping[Node, Head]) -> bool:
+    """Whether a matmul reads what is made of it: hidden states may be as wide as a vocabulary."""
+    return not heads.keys().isdisjoint(descendants([node]) - {node})
+
+
+def _shares_memory(node: Node, others: Sequence[Any]) -> bool:
+    """Whether it is a view of another, or the other of it: for the caller, and for autograd, it stays one."""
+    return any(_memory(each) == _memory(node) for each in others if each is not node)
+
+
+def _memory(node: object) -> int | None:
+    found = example(node)
+    return found.untyped_storage()._cdata if isinstance(found, Tensor) else None
 
 
 def _has_gradient(node: object) -> bool:
@@ -195,9 +202,16 @@ def _elements(node: Node) -> int:
 
 
 def _changed(graph: Graph, chain: _Chain) -> bool:
-    """Whether the graph writes to anything on the way."""
-    written = descendants([*chain.leaves, *chain.made])
-    return any(is_change(n) and not written.isdisjoint(n.all_input_nodes) for n in graph.nodes)
+    """Whether the graph writes to anything on the way, or to its memory once it is there."""
+    way = [*chain.leaves, *chain.made]
+    after = descendants(way)
+    for node in filter(is_change, graph.nodes):
+        written = node.all_input_nodes
+        if not after.isdisjoint(written) or any(
+            _memory(each) == _memory(one) for each in written for one in way if one < node
+        ):
+            return True
+    return False
 
 
 def _in_usual_modes(graph: Graph) -> Iterator[Node]:

@@ -859,9 +859,27 @@ MUTANTS = [
             "and True:",
         ),
         (
-            "returned logits that are given ones", "returned_logits.py", "../backend/test_returned_logits.py given",
-            "again and not _is_given(node, chain) and",
+            "returned hidden states are logits", "returned_logits.py",
+            "../backend/test_returned_logits.py hidden_states_as_wide",
+            "again and not _is_hidden(node, heads) and",
             "again and",
+        ),
+        (
+            "returned logits of memory that is changed", "returned_logits.py",
+            "../backend/test_returned_logits.py left",
+            "_memory(each) == _memory(one) for each in written for one in way if one < node",
+            "False for _ in ()",
+        ),
+        (
+            "returned logits of a weight that its gradient does not read", "returned_logits.py",
+            "../backend/test_returned_logits.py left",
+            "return _has_gradient(head.hidden) and all(",
+            "return all(",
+        ),
+        (
+            "returned logits that are given ones", "returned_logits.py", "../backend/test_returned_logits.py given",
+            'own = not _shares_memory(node, [*outputs, *graph.find_nodes(op="placeholder")])',
+            "own = True",
         ),
         (
             "returned logits of a matrix that is computed", "returned_logits.py",

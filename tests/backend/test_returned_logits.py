@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import slime_compile
 from bench.measure.measure import profiled_peak
 from slime_compile.backend import slime_fused
-from tests.support.harness import OPTIONS, each_inner
+from tests.support.harness import MIN_VOCAB, OPTIONS, each_inner
 
 ROWS, VOCAB, HIDDEN = 40, 1040, 8
 Loss = Callable[..., Any]
@@ -155,6 +155,27 @@ def test_given_logits_seen_otherwise() -> None:
     assert view._base is computed
     view.sum().backward()
     assert (logits.grad == 1).all()
+
+
+@pytest.mark.parametrize("use", USES, ids=str)
+def test_hidden_states_as_wide_as_a_vocabulary(use: str) -> None:
+    """They are returned after the logits, whose way back goes on through them."""
+
+    def normed(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+        logits = hidden @ weight.t()
+        return F.cross_entropy(logits, target), logits, hidden, hidden / 3
+
+    hidden = torch.randn(ROWS, MIN_VOCAB, requires_grad=True)
+    weight = torch.randn(2 * MIN_VOCAB, MIN_VOCAB, requires_grad=True)
+    given = hidden, weight, torch.randint(2 * MIN_VOCAB, (ROWS,))
+    compiled = _compiled(normed)
+    kinds = [type(each.grad_fn).__name__ for each in compiled(*given)]
+    assert kinds[1:3] == ["_AgainBackward", "CompiledFunctionBackward"]
+    found, wanted = (
+        torch.autograd.grad(USES[use](f(*given)), given[:2]) for f in (compiled, normed)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_graph_returns_what_the_function_does() -> None:
@@ -354,6 +375,26 @@ def in_another_mode(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     return F.cross_entropy(logits.float(), target), logits.float()
 
 
+def views_of_each_other(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+    logits = hidden @ weight.t()
+    return F.cross_entropy(logits, target), logits, logits.view(2, -1, VOCAB)
+
+
+def of_memory_that_is_changed(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+    """Through what the hidden states are a view of; the loss reads nothing of them in backward."""
+    whole = hidden * 1
+    logits = torch.tanh(whole.view(ROWS, HIDDEN) @ weight.detach().t())
+    loss = F.cross_entropy(logits, target) + weight.sum()
+    whole.zero_()
+    return loss, logits
+
+
+def a_linear_probe(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+    """An optimizer's step between forward and backward is no error in eager code."""
+    logits = hidden.detach() @ weight.t()
+    return F.cross_entropy(logits, target) + hidden.sum(), logits
+
+
 def of_a_computed_matrix(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
     logits = F.linear(hidden, weight.cumsum(-1))
     return F.cross_entropy(logits, target), logits
@@ -361,7 +402,17 @@ def of_a_computed_matrix(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "function",
-    [without_a_loss, of_a_changed_matrix, changed, masked, in_another_mode, of_a_computed_matrix],
+    [
+        without_a_loss,
+        of_a_changed_matrix,
+        changed,
+        masked,
+        in_another_mode,
+        views_of_each_other,
+        of_memory_that_is_changed,
+        a_linear_probe,
+        of_a_computed_matrix,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_left_as_it_was(function: Loss) -> None:
