@@ -78,7 +78,7 @@ def kind_of(node: Node, inner: Node) -> Kind | None:
 def _gathers_rows(node: Node, rank: int) -> bool:
     """A gather by one row number for all columns."""
     dim, index = _gathered(node)
-    if not isinstance(index, Node) or index.target != "expand":
+    if not isinstance(index, Node) or index.target != "expand" or not _has_sizes(index):
         return False
     narrow, wide = example(index.args[0]), example(index)
     if not isinstance(narrow, Tensor) or narrow.dim() != rank or wide.dim() != rank:
@@ -135,9 +135,14 @@ def _sizes(node: Node) -> list[Any]:
     return list(given[0]) if isinstance(given[0], list | tuple) else list(given)
 
 
+def _has_sizes(node: Node) -> bool:
+    """Whether its sizes are written one by one: neither a dtype nor another tensor's `shape`, all in one value."""
+    return all(isinstance(example(size), int | torch.SymInt) for size in _sizes(node))
+
+
 def _reshapes_rows(node: Node, inner: Node) -> bool:
     before, after = example(inner), example(node)
-    if not isinstance(after, Tensor) or after.dim() < 1 or isinstance(_sizes(node)[0], torch.dtype):
+    if not isinstance(after, Tensor) or after.dim() < 1 or not _has_sizes(node):
         return False
     return after.dim() > 1 and same(before.shape[-1], after.shape[-1])
 

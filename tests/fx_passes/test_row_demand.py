@@ -280,6 +280,26 @@ def test_sizes_that_are_asked_for_behind_hidden(graphs: list[Graph]) -> None:
     assert not full_logits(graphs[-1])
 
 
+def viewed_as_another(logits: Tensor) -> Tensor:
+    taken = logits[torch.tensor([1, 0, 1])]
+    return taken.view(taken.shape)
+
+
+def gathered_as_another(logits: Tensor) -> Tensor:
+    rows = torch.tensor([[1], [0], [1]])
+    return logits.gather(0, rows.expand(logits[:3].shape))
+
+
+@pytest.mark.parametrize("taken", [viewed_as_another, gathered_as_another])
+def test_sizes_in_one_value(taken: Callable[[Tensor], Tensor]) -> None:
+    """`view(x.shape)`, whose sizes are not written one by one where they are symbolic."""
+
+    def fn(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        return values_of(taken(hidden @ weight.t()), target[:3])
+
+    compare(compiled(fn, dynamic=True), fn)
+
+
 def test_rows_by_a_symbolic_bound(graphs: list[Graph]) -> None:
     def fn(hidden: Tensor, weight: Tensor, target: Tensor, kept: int) -> Outputs:
         return values_of((hidden @ weight.t())[-kept:], target[-kept:])
