@@ -5,6 +5,7 @@ instructions that torch may use; all losses and both ways run in turn in one pro
 Logits of up to a million elements, on the CPU, have cells of their own: there microseconds count, not bytes.
 """
 
+import ctypes
 import dataclasses
 import functools
 import os
@@ -92,6 +93,8 @@ def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
         used = torch.backends.cpu.get_cpu_capability().lower()
         if used != setting.instructions:
             raise RuntimeError(f"torch uses {used} where {setting.instructions} was asked for")
+    if setting.small:
+        _keep_freed_memory()
     problem = Problem(setting.case, with_truth=False)
     copies = [[value.clone() for value in problem.wide] for _ in range(COPIES)]
     clock = clock_of(setting.case.device)
@@ -102,6 +105,14 @@ def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
     }
     every = {**runs, "copy": copy_of(copies, clock)}
     return in_turn(every, seconds * len(LOSSES), short=setting.small)
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives a few MB back to the system at every other step: page faults, of whoever allocates next."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            mallopt(parameter, 1 << 30)
 
 
 def _run(
