@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,20 +38,15 @@ def is_small(node: Node, fewer_than: int) -> bool:
 
 
 def inline(
-    graph: Graph, fewer_than: int, formulas: Formulas, decompositions: Mapping[Any, Any]
+    graph: Graph, nodes: Sequence[Node], formulas: Formulas, decompositions: Mapping[Any, Any]
 ) -> None:
-    """Puts formulas in the place of the operators that `is_small` is true of.
+    """Puts formulas in the place of fused operators.
 
     Args:
-        formulas: of the operators that may be replaced.
+        nodes: the operators, which `is_small` is true of.
+        formulas: of their targets.
         decompositions: of what the formulas call, into what the compiler knows.
     """
-    nodes = [
-        node
-        for target in formulas
-        for node in graph.find_nodes(op="call_function", target=target)
-        if is_small(node, fewer_than)
-    ]
     if not nodes:
         return
     fake_mode = detect_fake_mode([value(node) for node in graph.nodes])

@@ -915,6 +915,12 @@ MUTANTS = [
             "    known = all(",
         ),
         (
+            "formulas without vector instructions", "../slime_compile/backend/passes.py",
+            "../backend/test_inline_below.py without_vector",
+            "    return small and native.has_vectors()",
+            "    return small",
+        ),
+        (
             "formulas of sizes that are not known", "inlined.py", "test_inlined.py not_known",
             "all(isinstance(size, int) for size in logits.shape)",
             "True",
@@ -2035,13 +2041,13 @@ MUTANTS = [
         ),
         (
             "all ranks share the code over a DTensor", "../slime_compile/backend/identity.py", "test_vocabulary_parallel_processes.py compile_cache",
-            "    unkeyed = (_rank(gm), _shared(example_inputs))\n",
-            "    unkeyed = (None, _shared(example_inputs))\n",
+            "    unkeyed = (_rank(gm), _shared(example_inputs), native.has_vectors())\n",
+            "    unkeyed = (None, _shared(example_inputs), native.has_vectors())\n",
         ),
         (
             "memory that inputs share does not matter", "../slime_compile/backend/identity.py", "../backend/test_shared_inputs.py",
-            "    unkeyed = (_rank(gm), _shared(example_inputs))\n",
-            "    unkeyed = (_rank(gm), ())\n",
+            "    unkeyed = (_rank(gm), _shared(example_inputs), native.has_vectors())\n",
+            "    unkeyed = (_rank(gm), (), native.has_vectors())\n",
         ),
         (
             "inputs may overlap anywhere", "../slime_compile/backend/identity.py", "../backend/test_shared_inputs.py",

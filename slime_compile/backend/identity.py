@@ -18,13 +18,14 @@ import fx_passes
 from fx_passes.graph.user_lines import source_of
 from slime_compile.backend.options import Options
 from slime_compile.dynamo.frames import compile_id, graph_break
+from slime_compile.ops import native
 from slime_compile.report.record import Record, is_wide, outermost_frame
 
 
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
     """What is known about a graph from the start."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
-    unkeyed = (_rank(gm), _shared(example_inputs))
+    unkeyed = (_rank(gm), _shared(example_inputs), native.has_vectors())
     return Record(
         _name(gm),
         _identity(gm, options, held, unkeyed),

@@ -49,9 +49,9 @@ class Options:
             rows; at least 32 MiB and at most 512 MiB.
         grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
             may be and keeps little, "always" where it may be, "never".
-        inline_below: on the CPU, inner="inductor": logits of fewer elements, all sizes known, are left to inductor as
-            the fused formulas, since a call of an operator takes longer; their gradient is new memory. Not with
-            consume_logits=True or save="softmax".
+        inline_below: on a CPU with vector instructions, inner="inductor": logits of fewer elements, all sizes known,
+            are left to inductor as the fused formulas, since a call of an operator takes longer; their gradient is new
+            memory. Not with consume_logits=True or save="softmax".
         inductor: inductor's own settings by their names (`inductor.<name>` keys).
     """
 

@@ -35,7 +35,7 @@ from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
-from slime_compile.ops import reference
+from slime_compile.ops import native, reference
 from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
 from slime_compile.torch_private import (
@@ -220,11 +220,14 @@ def run_inline(graph: Graph, options: Options, record: Record) -> None:
 
 
 def _inline(graph: Graph, options: Options) -> None:
-    inlined.inline(graph, options.inlined_below, _FORMULAS, select_decomp_table())
+    nodes = [node for node in fused_nodes(graph) if _is_inlined(node, options)]
+    inlined.inline(graph, nodes, _FORMULAS, select_decomp_table())
 
 
 def _is_inlined(node: Node, options: Options) -> bool:
-    return node.target in _FORMULAS and inlined.is_small(node, options.inlined_below)
+    """Not without vector instructions: inductor then adds a row element by element, which loses digits."""
+    small = node.target in _FORMULAS and inlined.is_small(node, options.inlined_below)
+    return small and native.has_vectors()
 
 
 def run_inplace(

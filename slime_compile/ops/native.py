@@ -54,10 +54,16 @@ def description() -> str:
     return _loaded()[1]
 
 
+def has_vectors() -> bool:
+    """Whether torch, and so inductor, uses vector instructions."""
+    plain = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX")
+    return not (plain and platform.machine() in ("x86_64", "AMD64"))
+
+
 @cache
 def _loaded() -> tuple[Functions | None, str]:
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability in ("DEFAULT", "NO AVX") and platform.machine() in ("x86_64", "AMD64"):
+    if not has_vectors():
         return None, f"torch calls: no vector instructions (torch's CPU capability is {capability})"
     try:
         path = _path(capability)

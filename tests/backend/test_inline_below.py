@@ -14,10 +14,14 @@ from torch._inductor.utils import run_and_get_code
 
 import slime_compile
 from bench.measure.measure import profiled_peak
+from slime_compile.ops import native
 from tests.support.harness import in_float64, no_worse_than_eager
 
 ROWS, VOCAB = 6, 1030
 INLINED = {"inline_below": 1 << 18, "strict": True}
+
+
+needs_vectors = pytest.mark.skipif(not native.has_vectors(), reason="no vector instructions")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,7 @@ def _compiled(options: dict[str, Any], **how: Any) -> Any:
     return torch.compile(policy, backend="slime_fused", options=options, **how)
 
 
+@needs_vectors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_compiles_the_formulas(dtype: torch.dtype) -> None:
     arguments = _arguments(dtype)
@@ -69,6 +74,7 @@ def test_inductor_compiles_the_formulas(dtype: torch.dtype) -> None:
     assert "not in place: they have few elements, and inductor compiles the formula" in str(report)
 
 
+@needs_vectors
 def test_a_dry_run_says_so_too() -> None:
     """And counts the gradient's memory; of larger logits nothing is said."""
     logits, *others = _arguments(torch.float32)
@@ -85,6 +91,7 @@ def test_a_dry_run_says_so_too() -> None:
     assert peaks[0] == peaks[1]
 
 
+@needs_vectors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_is_all_that_is_made(dtype: torch.dtype) -> None:
     function, (logits, *others) = _compiled(INLINED), _arguments(dtype, 20_000)
@@ -97,6 +104,7 @@ def test_the_gradient_is_all_that_is_made(dtype: torch.dtype) -> None:
     assert profiled_peak(step) <= 1.01 * leaf.nbytes
 
 
+@needs_vectors
 @pytest.mark.parametrize("rows_vocab", [(1, 250_000), (4, 60_000)])
 def test_long_rows_are_as_accurate(rows_vocab: tuple[int, int]) -> None:
     """Sums of a quarter of a million exponentials."""
@@ -115,6 +123,13 @@ def test_long_rows_are_as_accurate(rows_vocab: tuple[int, int]) -> None:
         found, step(F.cross_entropy, logits), step(F.cross_entropy, logits.double()), strict=True
     ):
         no_worse_than_eager(ours, theirs, true, torch.float32)
+
+
+def test_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor adds a row element by element there; the operators do not."""
+    monkeypatch.setattr(native, "has_vectors", lambda: False)
+    _, code = run_and_get_code(_step, _compiled(INLINED), _arguments(torch.float32))
+    assert "slime_fused.row_stats" in "".join(code)
 
 
 @pytest.mark.thorough
@@ -140,6 +155,7 @@ def test_operators_are_called(options: dict[str, Any], how: dict[str, Any]) -> N
     )
 
 
+@needs_vectors
 @pytest.mark.thorough
 def test_small_and_large_logits_in_one_graph() -> None:
     """The report travels with the operator that is left."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import slime_compile
 from bench.measure.measure import profiled_peak
 from slime_compile.backend import slime_fused
+from slime_compile.ops import torch_calls
 from tests.support.harness import MIN_VOCAB, OPTIONS, each_inner
 
 ROWS, VOCAB, HIDDEN = 40, 1040, 8
@@ -200,12 +201,13 @@ def test_the_graph_returns_what_the_function_does() -> None:
 
 
 @pytest.mark.parametrize(("kept", "most"), [(False, 1.1), (True, 2.1)])
-def test_peak(kept: bool, most: float) -> None:
+def test_peak(kept: bool, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One gradient, and the logits where the caller has them; inductor and eager code hold three and more."""
     hidden = torch.randn(500, HIDDEN, requires_grad=True)
     weight = torch.randn(2000, HIDDEN, requires_grad=True)
     target = torch.randint(2000, (500,))
     compiled = _compiled(as_made)
+    monkeypatch.setattr(torch_calls, "_CHUNK_ELEMENTS", 4 * 2000)  # where there is no C++
 
     def step() -> None:
         loss, logits = compiled(hidden, weight, target)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slime_compile.ops import native
 from tests.support.processes import run_python
 
 WARM = """
@@ -104,6 +105,7 @@ def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.skipif(not native.has_vectors(), reason="no vector instructions")
 def test_formulas_in_the_place_of_operators(tmp_path: Path) -> None:
     """No operator is left that could carry the report."""
     script = tmp_path / "small.py"
