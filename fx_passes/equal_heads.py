@@ -8,15 +8,14 @@ stays as it was; nothing is shared between gradient modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.order import descendants
 from fx_passes.row_demand.heads import example, heads_of
+from fx_passes.row_demand.modes import with_modes
 from fx_passes.row_demand.moves import kind_of
 from fx_passes.row_demand.region import POINTWISE, is_change
 
@@ -43,7 +42,7 @@ def share_heads(graph: Graph, min_vocab: int) -> int:
     made = heads.copy()  # and what is made of them
     known: dict[Any, Node] = {}
     shared = 0
-    for node, mode in _with_modes(graph):
+    for node, mode in with_modes(graph):
         if node not in heads and not _is_made(node, made):
             continue
         made.add(node)
@@ -63,19 +62,6 @@ def _is_made(node: Node, made: set[Node]) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     return node.target in POINTWISE or kind_of(node, inner) is not None
-
-
-def _with_modes(graph: Graph) -> Iterator[tuple[Node, tuple[Any, ...]]]:
-    """Each node with what torch's modes are there."""
-    grad: Any = torch.is_grad_enabled()
-    others = 0  # autocast, inference mode: what they change to is not compared
-    for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", "")
-        if "set_grad_enabled" in name:
-            grad = node.args[0]
-        elif name.startswith(("_enter_", "_exit_")):
-            others += 1
-        yield node, (grad, others)
 
 
 def _key(node: Node) -> tuple[Any, ...]:

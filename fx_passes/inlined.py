@@ -47,8 +47,6 @@ def inline(
         formulas: of their targets.
         decompositions: of what the formulas call, into what the compiler knows.
     """
-    if not nodes:
-        return
     fake_mode = detect_fake_mode([value(node) for node in graph.nodes])
     assert fake_mode is not None, graph
     for node in nodes:

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from fx_passes.graph.facts import hint
 from fx_passes.graph.order import descendants
 from fx_passes.row_demand.heads import Head, example, heads_of
+from fx_passes.row_demand.modes import with_modes
 from fx_passes.row_demand.moves import kind_of
 from fx_passes.row_demand.region import POINTWISE, is_change, is_narrow
 
@@ -91,7 +92,7 @@ def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
 def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tuple[int, _Chain]]:
     """Those of the outputs that may be detached, by their places."""
     heads = {head.node: head for head in heads_of(graph, min_vocab)}
-    usual = set(_in_usual_modes(graph))
+    usual = {node for node, modes in with_modes(graph) if modes.usual}
     for place, node in enumerate(outputs):
         chain = _Chain(heads)
         if not _is_wide(node, min_vocab) or not chain.leads_to(node):
@@ -212,19 +213,3 @@ def _changed(graph: Graph, chain: _Chain) -> bool:
         ):
             return True
     return False
-
-
-def _in_usual_modes(graph: Graph) -> Iterator[Node]:
-    """Nodes at which all of torch's modes are as where the graph is called."""
-    grad: Any = True
-    entered = 0
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if "set_grad_enabled" in name:
-            grad = node.args[0]
-        elif name.startswith("_enter_"):
-            entered += 1
-        elif name.startswith("_exit_"):
-            entered -= 1
-        elif grad is True and not entered:
-            yield node

@@ -854,6 +854,12 @@ MUTANTS = [
             "not _changed(graph, chain)",
         ),
         (
+            "returned logits whose gradients are on inside alone", "row_demand/modes.py",
+            "../backend/test_returned_logits.py inside_alone",
+            "    given: Any = torch.is_grad_enabled()",
+            "    given: Any = True",
+        ),
+        (
             "returned logits without a loss", "returned_logits.py", "../backend/test_returned_logits.py left",
             "and _has_loss(outputs, node, chain):",
             "and True:",
@@ -1970,9 +1976,9 @@ MUTANTS = [
             "    if False:\n",
         ),
         (
-            "heads in and out of no_grad are equal", "equal_heads.py", "test_equal_heads.py left",
-            "        yield node, (grad, others)\n",
-            "        yield node, (0, others)\n",
+            "heads in and out of no_grad are equal", "row_demand/modes.py", "test_equal_heads.py left",
+            "        yield node, Modes(grad, entered, left, grad == given and entered == left)\n",
+            "        yield node, Modes(True, entered, left, True)\n",
         ),
         (
             "1 and 1.0 are one number", "equal_heads.py", "test_equal_heads.py another_type",

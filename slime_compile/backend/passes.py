@@ -215,13 +215,14 @@ _SMALL = "they have few elements, and inductor compiles the formula (option inli
 
 def run_inline(graph: Graph, options: Options, record: Record) -> None:
     """Operators of few elements in a forward or inference graph become formulas, for inductor to compile."""
-    if any(_is_inlined(node, options) for node in fused_nodes(graph)):
-        _guarded("inlining", graph, options, record, lambda: _inline(graph, options))
-
-
-def _inline(graph: Graph, options: Options) -> None:
     nodes = [node for node in fused_nodes(graph) if _is_inlined(node, options)]
-    inlined.inline(graph, nodes, _FORMULAS, select_decomp_table())
+    if nodes:
+        _guarded("inlining", graph, options, record, lambda: _inline(graph, nodes))
+
+
+def _inline(graph: Graph, nodes: Sequence[Node]) -> None:
+    if nodes:
+        inlined.inline(graph, nodes, _FORMULAS, select_decomp_table())
 
 
 def _is_inlined(node: Node, options: Options) -> bool:
@@ -240,11 +241,11 @@ def run_inplace(
     """
 
     def edit() -> None:
-        gradients = graph.find_nodes(op="call_function", target=ops.row_grad)
-        small = [node for node in gradients if _is_inlined(node, options)]
-        placements = [Placement(source_of(node), False, _SMALL) for node in small]
+        small = [node for node in fused_nodes(graph) if _is_inlined(node, options)]
+        gradients = [node for node in small if node.target is ops.row_grad]
+        placements = [Placement(source_of(node), False, _SMALL) for node in gradients]
         if inline:  # first: the formulas read the logits as any operator of torch does
-            _inline(graph, options)
+            _inline(graph, small)
             small = []
         decisions = inplace.inplace(
             graph, donated, options.consume_logits, recorded(options), small

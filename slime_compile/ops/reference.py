@@ -15,7 +15,6 @@ __all__ = [
     "AFFINE",
     "TERM",
     "compute_dtype",
-    "empty_rows",
     "row_grad",
     "row_grad_",
     "row_stats",
@@ -142,12 +141,6 @@ def _where_largest(x: Tensor, scale: Column) -> Tensor:
         return largest if scale else torch.zeros_like(largest)
     largest = torch.where(scale < 0, x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
     return largest.masked_fill(scale == 0, 0.0)
-
-
-def empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:
-    """[..., 1] bool: rows whose a, b, f, e and weights are all 0."""
-    factors = terms[..., -2:].flatten(-2), affine[..., ::2], weight
-    return (torch.cat(factors, -1) == 0).all(-1, keepdim=True)
 
 
 def row_grad_(

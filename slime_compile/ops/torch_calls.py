@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from slime_compile.ops.reference import compute_dtype, empty_rows
+from slime_compile.ops.reference import compute_dtype
 
 __all__ = ["row_stats", "write_grad"]
 
@@ -101,7 +101,7 @@ def write_grad(
 ) -> None:
     """See `reference.row_grad`; `out` is x itself or a new contiguous tensor."""
     lead = x.dim() - 1
-    live = _flat(~empty_rows(terms, affine, weight), lead)[:, 0]
+    live = _flat(~_empty_rows(terms, affine, weight), lead)[:, 0]
     coefficients = [_flat(value, lead) for value in (terms, affine, index, weight)]
     flat_out = None if out is x else _flat(out, lead)
 
@@ -125,6 +125,12 @@ def write_grad(
             target.copy_(result)
 
     _for_each_chunk(x, work, terms.dtype, 2 if terms.shape[-2] <= 1 else 3)
+
+
+def _empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:
+    """[..., 1] bool: rows whose a, b, f, e and weights are all 0."""
+    factors = terms[..., -2:].flatten(-2), affine[..., ::2], weight
+    return (torch.cat(factors, -1) == 0).all(-1, keepdim=True)
 
 
 def _chunk_grad(

@@ -282,6 +282,19 @@ def test_a_frozen_weight_and_no_gradients() -> None:
     assert not out[1].requires_grad
 
 
+def test_gradients_that_are_on_inside_alone() -> None:
+    def on(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+        with torch.enable_grad():
+            return as_made(hidden, weight, target)
+
+    arguments, gradients = _arguments(), []
+    for each in (_compiled(on), on):
+        with torch.no_grad():
+            out = each(*arguments)
+        gradients.append(torch.autograd.grad(USES["both"](out), arguments[:2]))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_the_caller_changes_them() -> None:
     """In place, as `logits.div_(temperature)` of a model's output, and differentiates the result."""
     hidden, weight, target = _arguments()

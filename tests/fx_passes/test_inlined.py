@@ -30,7 +30,9 @@ ROWS, VOCAB = 5, 11
 def _inlined(program: Callable[..., Any], *arguments: Tensor, mode: str = "fake") -> GraphModule:
     module = make_fx(program, tracing_mode=mode)(*arguments)
     nodes = [node for node in module.graph.nodes if node.target in FORMULAS]
-    inline(module.graph, [n for n in nodes if is_small(n, 1 << 18)], FORMULAS, {})
+    small = [n for n in nodes if is_small(n, 1 << 18)]
+    if small:
+        inline(module.graph, small, FORMULAS, {})
     module.graph.lint()
     module.recompile()
     return module
