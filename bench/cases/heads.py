@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.cases.losses import policy_loss
 
 Function = Callable[..., Tensor]
-_TRUTH_ROWS = 64
+_TRUTH_ROWS = 256
 
 
 @dataclass(frozen=True)

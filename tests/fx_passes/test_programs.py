@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from fx_passes import rules
+from fx_passes import returned_logits, rules
 from fx_passes.graph.returned import Returned
+from slime_compile.backend import passes
 from tests.support import harness, ranks
 from tests.support.program_inputs import NAMES, Spec
 from tests.support.program_judge import Counts, Judge, Verdict, runs_in_eager
@@ -28,6 +29,7 @@ from tests.support.programs import (
     generate,
     over_a_head,
     programs,
+    returning_logits,
     script,
 )
 from tests.support.reduce import smallest
@@ -48,6 +50,11 @@ def _run(start: int, count: int, record: Record, **how: Any) -> Counts:
 
 def _run_over_heads(start: int, count: int, record: Record, **how: Any) -> Counts:
     some = ((seed, over_a_head(seed)) for seed in range(start, start + count))
+    return _judged(some, record, **how)
+
+
+def _run_returning(start: int, count: int, record: Record, **how: Any) -> Counts:
+    some = ((seed, returning_logits(seed)) for seed in range(start, start + count))
     return _judged(some, record, **how)
 
 
@@ -115,6 +122,53 @@ def test_programs_over_heads(
 ) -> None:
     """Of logits that are never whole where nothing needs them whole."""
     _assert_none(_run_over_heads(start, count, record_property, **how), **how)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "how"),
+    [
+        (0, 15, {}),
+        pytest.param(100, 30, IN_FORWARD, marks=pytest.mark.thorough),
+        pytest.param(200, 30, {"dynamic": True}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_programs_that_return_logits(
+    start: int,
+    count: int,
+    how: dict[str, Any],
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose gradient is their own (`fx_passes/returned_logits.py`) in a part of them."""
+    ways = 0
+
+    def counted(gm: GraphModule, min_vocab: int) -> returned_logits.Returned:
+        nonlocal ways
+        returned = returned_logits.detach_returned(gm, min_vocab)
+        ways += len(returned.ways)
+        return returned
+
+    monkeypatch.setattr(passes, "detach_returned", counted)
+    _assert_none(_run_returning(start, count, record_property, **how), **how)
+    assert ways >= count // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "count", "how"),
+    [
+        (0, 500, {}),
+        (1, 500, IN_BACKWARD),
+        (2, 500, {"dynamic": True}),
+        (3, 50, {"inner": "inductor"}),
+    ],
+    ids=str,
+)
+def test_thousands_of_programs_that_return_logits(
+    batch: int, count: int, how: dict[str, Any], record_property: Record
+) -> None:
+    _assert_none(_run_returning(MANY + 1000 * batch, count, record_property, **how), **how)
 
 
 @pytest.mark.slow

@@ -215,10 +215,8 @@ class _Eager:
             return {"number": f"{sorted(got.keys() ^ plain.keys())} are of one only"}
         for name, value in got.items():
             eager, clean = plain[name], self.clean[at].values()[name]
-            if value.shape != eager.shape or value.dtype != eager.dtype:
-                found[name] = (
-                    f"{value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
-                )
+            if unlike := _unlike(value, eager):
+                found[name] = unlike
                 continue
             if torch.equal(value, eager):
                 continue
@@ -285,6 +283,15 @@ class _Eager:
         magnitude = float(finite.max()) if finite.numel() else 0.0
         exact = usual <= EXACT * max(magnitude, self.logits, 1.0)
         return torch.float64 if dtype is torch.float64 and exact else self.precision
+
+
+def _unlike(value: Tensor, eager: Tensor) -> str:
+    """What is not a matter of rounding."""
+    if value.shape != eager.shape or value.dtype != eager.dtype:
+        return f"{value.dtype} {[*value.shape]}, eager has {eager.dtype} {[*eager.shape]}"
+    if value.dtype is torch.bool and not torch.equal(value, eager):
+        return f"{value.tolist()}, eager has {eager.tolist()}"
+    return ""
 
 
 class _Infinities(TorchDispatchMode):

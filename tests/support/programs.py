@@ -44,6 +44,13 @@ FURTHER = 0.5  # of all programs have numbers beside the logits, or return value
 BESIDE_WEIGHTS = {"s": 3, "w": 2}
 HEADS = ("h @ e.t()", "F.linear(h, e, e[:, 0])", "2 * (h @ e.t()) / 3", "(h @ e.t()) / tau")
 OVER_HEADS: Sequence[Shape] = ((6,), (3, 3), (6, 1), (2, 3), (1, 6), (7,), (3, 2), (3,), (3, 1))
+CHAINS = (
+    "{} / 0.7", "2 * {}", "-{}", "torch.tanh({} / 3) * 3", "{} * tau", "{} - e[:, 0]", "{}.double()", "{}.float()",
+    "{}.contiguous()", "{}[1:]", "{}[..., :-1, :]", "{}[-1:]", "{}[[0, 0, -1]]", "{}.flatten(0, -2)", "{}.unsqueeze(0)",
+    "{}.transpose(0, 1)", "{}.view({}.shape)",
+)  # fmt: skip
+"""What is made of logits on their way out of a program."""
+
 SCALARS = 0.6  # of the programs over heads return one number: its gradient may be taken in forward
 SECOND_HEADS = 0.4  # have another head, or the same one again
 LARGEST = 1e30  # beyond it all is inf, and nothing is compared
@@ -176,6 +183,22 @@ def over_a_head(seed: int) -> Program:
     if rng.random() < SECOND_HEADS:
         heads.append(f"y = {rng.choice(['h @ e.t()', 'h @ e.detach().t()', 'h @ (e * 0.5).t()'])}")
     return Program((*heads, *statements, last), spec)
+
+
+def returning_logits(seed: int) -> Program:
+    """A program of a seed, over a head or given logits, that returns a number and logits, as models and trainers do."""
+    rng = random.Random(f"returned {seed}")
+    program = over_a_head(seed) if rng.random() < 0.75 else generate(seed)
+    *statements, last = program.statements
+    values = last.removeprefix("return ")
+    if not values.startswith("(sum("):
+        values = f"(sum(0.7 * v.sum() for v in {values} if v.is_floating_point()),)"
+    begins = 1 if statements and statements[0].startswith("x = ") else 0
+    made = "x"
+    for text in rng.sample(CHAINS, rng.randint(0, 3)):
+        made = text.replace("{}", f"({made})")
+    statements.insert(rng.choice([begins, len(statements)]), f"out = {made}")
+    return replace(program, statements=(*statements, f"return ({values}[0], out)"))
 
 
 def needed(statements: Sequence[str]) -> tuple[str, ...]:
