@@ -282,27 +282,28 @@ class _Sum:
     def __init__(self, out: Tensor, chunks: int) -> None:
         self.out = out
         wide = compute_dtype(out.dtype)
-        self.total = out if wide == out.dtype else out.new_zeros(out.shape, dtype=wide)
-        self.first = True
-        self.alone = chunks <= 1
+        apart = wide != out.dtype and chunks > 1
+        self.total = out.new_empty(out.shape, dtype=wide) if apart else out
+        self.added, self.chunks = 0, chunks
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        if self.alone:
-            torch.mm(left, right, out=self.out)
-        elif self.total is self.out:
-            self.total.addmm_(left, right, beta=0 if self.first else 1)
-        else:
-            torch.mm(left, right, out=self.out)
-            for total, share in zip(*map(_blocks, (self.total, self.out)), strict=True):
+        first, last = self.added == 0, self.added == self.chunks - 1
+        self.added += 1
+        if self.total is self.out:
+            self.out.addmm_(left, right, beta=0 if first else 1)
+            return
+        torch.mm(left, right, out=self.out)
+        for total, share in zip(*map(_blocks, (self.total, self.out)), strict=True):
+            if first:
+                total.copy_(share)
+            else:
                 total.add_(share)
-        self.first = False
+            if last:
+                share.copy_(total)
 
     def result(self) -> Tensor:
-        if self.first:  # no chunk at all
-            return self.out.zero_()
-        if not self.alone and self.total is not self.out:
-            self.out.copy_(self.total)
-        return self.out
+        """Complete after the last chunk; 0 where there is none."""
+        return self.out if self.chunks else self.out.zero_()
 
 
 def _blocks(matrix: Tensor) -> Sequence[Tensor]:
