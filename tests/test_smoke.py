@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-NAMES = (TESTS / "smoke.txt").read_text().split()
+NAMES = (TESTS / "smoke.txt").read_text().splitlines()
 
 
 def _collected(*arguments: str) -> "subprocess.CompletedProcess[str]":
