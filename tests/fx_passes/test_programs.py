@@ -7,7 +7,7 @@ failure prints its smallest program as a script.
 import importlib
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,23 +44,15 @@ INLINED = {"inner": "inductor", "inline_below": 1 << 18}
 Record = Callable[[str, object], None]
 
 
-def _run(start: int, count: int, record: Record, **how: Any) -> Counts:
-    return _judged(programs(start, count), record, **how)
-
-
-def _run_over_heads(start: int, count: int, record: Record, **how: Any) -> Counts:
-    some = ((seed, over_a_head(seed)) for seed in range(start, start + count))
-    return _judged(some, record, **how)
-
-
-def _run_returning(start: int, count: int, record: Record, **how: Any) -> Counts:
-    some = ((seed, returning_logits(seed)) for seed in range(start, start + count))
-    return _judged(some, record, **how)
-
-
-def _judged(some: Iterable[tuple[int, Program]], record: Record, **how: Any) -> Counts:
+def _run(
+    start: int,
+    count: int,
+    record: Record,
+    make: Callable[[int], Program] = generate,
+    **how: Any,
+) -> Counts:
     judge, counts = Judge(**how), Counts()
-    for seed, program in some:
+    for seed, program in programs(start, count, make):
         counts.add(seed, program, judge.judge(program))
     record("programs", counts.recorded(**how))
     return counts
@@ -121,7 +113,7 @@ def test_programs_over_heads(
     start: int, count: int, how: dict[str, Any], record_property: Record
 ) -> None:
     """Of logits that are never whole where nothing needs them whole."""
-    _assert_none(_run_over_heads(start, count, record_property, **how), **how)
+    _assert_none(_run(start, count, record_property, over_a_head, **how), **how)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_programs_that_return_logits(
         return returned
 
     monkeypatch.setattr(passes, "detach_returned", counted)
-    _assert_none(_run_returning(start, count, record_property, **how), **how)
+    _assert_none(_run(start, count, record_property, returning_logits, **how), **how)
     assert ways >= count // 4
 
 
@@ -168,7 +160,8 @@ def test_programs_that_return_logits(
 def test_thousands_of_programs_that_return_logits(
     batch: int, count: int, how: dict[str, Any], record_property: Record
 ) -> None:
-    _assert_none(_run_returning(MANY + 1000 * batch, count, record_property, **how), **how)
+    counts = _run(MANY + 1000 * batch, count, record_property, returning_logits, **how)
+    _assert_none(counts, **how)
 
 
 @pytest.mark.slow
@@ -186,7 +179,8 @@ def test_thousands_of_programs_that_return_logits(
 def test_thousands_of_programs_over_heads(
     batch: int, count: int, how: dict[str, Any], record_property: Record
 ) -> None:
-    _assert_none(_run_over_heads(MANY + 1000 * batch, count, record_property, **how), **how)
+    counts = _run(MANY + 1000 * batch, count, record_property, over_a_head, **how)
+    _assert_none(counts, **how)
 
 
 @pytest.mark.slow

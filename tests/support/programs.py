@@ -390,7 +390,7 @@ class _Drawing:
 
 
 def programs(
-    start: int, count: int, spec: Spec | None = None, collectives: bool = False
+    start: int, count: int, make: Callable[[int], Program] = generate
 ) -> Iterator[tuple[int, Program]]:
     for seed in range(start, start + count):
-        yield seed, generate(seed, spec, collectives)
+        yield seed, make(seed)
