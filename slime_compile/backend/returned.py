@@ -54,9 +54,8 @@ class _Again(torch.autograd.Function):
     ) -> Tensor:
         ctx.way, ctx.autocast = way, autocast
         ctx.save_for_backward(*operands)
-        return (
-            logits.detach()
-        )  # one of its arguments would be a view that may not be changed in place
+        # one of its arguments would be a view that may not be changed in place
+        return logits.detach()
 
     @staticmethod
     @once_differentiable

@@ -39,6 +39,7 @@ __all__ = [
 
 
 _BLOCK_ELEMENTS = 1 << 18  # 1 MiB in float32
+_MATMUL_COLUMNS = 1024  # float32 on the CPU: MKL took 5 to 9 % longer for 32,000 at once
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ class Head:
 
     def fill(self, out: Tensor, rows: slice, columns: slice) -> None:
         """Writes logits[rows, columns] into out."""
-        hidden, weight = self.hidden[rows], self.weight[columns].t()
-        if self.bias is None:
-            torch.mm(hidden, weight, out=out)
-        else:
-            torch.addmm(self.bias[columns], hidden, weight, out=out)
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        in_blocks = out.dtype == torch.float32 and out.device.type == "cpu"
+        for at in _pieces(weight.shape[0], _MATMUL_COLUMNS if in_blocks else weight.shape[0]):
+            if self.bias is None:
+                torch.mm(hidden, weight[at].t(), out=out[:, at])
+            else:
+                torch.addmm(self.bias[columns][at], hidden, weight[at].t(), out=out[:, at])
 
 
 class _Buffer:
