@@ -81,8 +81,8 @@ $(TRAINERS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	PYTHONPATH=$(SLIME) $(TRAINERS)/bin/python -m pytest -m trainers --timeout 900 tests/trainers
-	PYTHONPATH=$(TRL_WITH_LOGITS) $(TRAINERS)/bin/python -m pytest -m trainers --timeout 900 tests/trainers/test_trl_logits.py \
+	PYTHONPATH=$(SLIME) $(TRAINERS)/bin/python -m pytest -m trainers tests/trainers
+	PYTHONPATH=$(TRL_WITH_LOGITS) $(TRAINERS)/bin/python -m pytest -m trainers tests/trainers/test_trl_logits.py \
 		|| test $$? -eq 5 # nothing to run: it could not be installed
 
 fuzz: $(INSTALLED)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 import torch._logging._internal
+from hypothesis import HealthCheck, settings
 from tabulate import tabulate
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -21,6 +22,10 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 capability = os.environ.get("ATEN_CPU_CAPABILITY")
 if capability and cache_dir() == default_cache_dir():
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{default_cache_dir()}_{capability}"
+
+# No test depends on how busy the machine is. A guard against hangs is pytest's `timeout` (pyproject.toml).
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 # The logits of the tests are small and stand for large ones: the operators are called.
 os.environ.setdefault("SLIME_FUSED_INLINE_BELOW", "0")

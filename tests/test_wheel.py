@@ -35,7 +35,6 @@ def pip(command: str, *arguments: str) -> None:
         [sys.executable, "-m", "pip", command, "--no-deps", "--no-index", "--quiet", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 # What torch's private builder, the compiler and the loader may raise: whatever it is, plain torch computes the same. So
 # the builder is not in `torch_private`, whose interfaces this package cannot do without.
 _FAILURES = (ImportError, AttributeError, TypeError, RuntimeError, OSError)
-_LOCK_SECONDS = 120
+_LOCK_SECONDS = 600
 
 _log = logging.getLogger(__name__)
 

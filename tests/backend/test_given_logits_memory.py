@@ -89,7 +89,6 @@ def test_two_values_at_one_time(name: str, inner: str) -> None:
 @harness.each_inner
 def test_two_values_at_one_time_on_two_ranks(inner: str) -> None:
     """Each rank's logits are its shard of a vocabulary twice as large."""
-    # A rank waits for the other one's compiler.
-    for over in on_ranks(2, _on_rank, inner, timeout_s=120):
+    for over in on_ranks(2, _on_rank, inner):
         assert not isinstance(over, Exception), over
         assert max(over.values()) <= ROWS * ROW_BYTES, over

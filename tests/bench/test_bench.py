@@ -162,7 +162,6 @@ def test_gpu_script_measures_nothing_without_a_gpu(tmp_path: Path) -> None:
         ["bash", str(ROOT / "bench" / "gpu.sh"), str(tmp_path), sys.executable],
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert done.returncode == 2, done.stderr
@@ -183,6 +182,6 @@ import bench, torch
 print(torch.compile(lambda x: x + 1, backend="slime_fused", options={"inner": "aot_eager"})(torch.ones(1)).item())
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert result.stdout.strip() == "2.0", result.stderr

@@ -10,7 +10,6 @@ BOUNDED = settings(
     phases=[Phase.generate],  # shrinking takes minutes: `make fuzz` does it
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -28,7 +28,6 @@ BOUNDED = settings(
     phases=[Phase.generate, Phase.shrink],
     derandomize=True,
     database=None,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

@@ -57,7 +57,7 @@ def _start(cache: Path, **environment: str) -> "subprocess.Popen[str]":
 
 
 def _finish(process: "subprocess.Popen[str]") -> str:
-    out, errors = process.communicate(timeout=240)
+    out, errors = process.communicate()
     assert process.returncode == 0, errors
     return out.strip()
 

@@ -614,7 +614,7 @@ def test_cuda_without_triton_uses_the_reference(monkeypatch: pytest.MonkeyPatch)
 
 def test_import_needs_no_triton() -> None:
     program = "import sys; sys.modules['triton'] = None; import slime_compile.ops"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -737,7 +737,7 @@ def test_threads_pass_errors_on(
 # ---- anything -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     seed=st.integers(0, 2**20),
     n=st.integers(0, 5),

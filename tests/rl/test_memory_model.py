@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from slime_compile.rl.memory_probe import memory_probe
     st.booleans(),
     st.integers(2**34, 2**37),
 )
-@settings(deadline=None)
 def test_max_tokens_is_the_most_that_fits(
     vocab: int,
     hidden: int,

@@ -24,7 +24,7 @@ def tokens_of(partitions: list[list[int]], lengths: list[int]) -> list[int]:
 
 
 @given(lengths_and_cap, st.integers(0, 6), st.integers(1, 5))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_partitions(lengths_cap: tuple[list[int], int], at_least: int, multiple_of: int) -> None:
     lengths, cap = lengths_cap
     needed = max(micro_batch_count(lengths, cap), at_least)
@@ -65,7 +65,7 @@ def fewest_micro_batches(lengths: list[int], cap: int) -> int:
         lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=9), st.just(cap))
     )
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_count_is_within_its_bound(lengths_cap: tuple[list[int], int]) -> None:
     lengths, cap = lengths_cap
     fewest = fewest_micro_batches(lengths, cap)
@@ -87,13 +87,13 @@ def first_fit_decreasing(lengths: list[int], cap: int) -> int:
 
 
 @given(lengths_and_cap)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_count_is_first_fit_decreasing(lengths_cap: tuple[list[int], int]) -> None:
     assert micro_batch_count(*lengths_cap) == first_fit_decreasing(*lengths_cap)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 10))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_balance(lengths: list[int], count: int) -> None:
     """Karmarkar-Karp's own guarantee: no two micro-batches differ by more than one sequence."""
     if count > len(lengths):

@@ -99,7 +99,7 @@ def tokens_of(packing: Packing) -> list[Tensor]:
 
 
 @given(packings())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_rows_against_the_layout(ranks: list[Packing]) -> None:
     seen: dict[tuple[int, int], int] = {}
     for packing in ranks:
@@ -131,7 +131,7 @@ def test_rows_against_the_layout(ranks: list[Packing]) -> None:
 
 
 @given(packings())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_join_is_the_inverse_of_split(ranks: list[Packing]) -> None:
     for packing in ranks:
         values = torch.arange(1.0, packing.local_rows + 1, dtype=torch.float64)

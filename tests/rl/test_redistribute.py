@@ -1,4 +1,4 @@
-"""All-gather layout to zigzag, in real processes over gloo, each with a deadline."""
+"""All-gather layout to zigzag, in real processes over gloo."""
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

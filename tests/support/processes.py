@@ -23,7 +23,6 @@ def run_python(code: str, *arguments: str, **environ: str) -> str:
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -3,7 +3,6 @@
 import io
 import multiprocessing
 import tempfile
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
@@ -21,8 +19,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-DEADLINE_S = 240  # starting the processes and compiling included; a test has 300
-GROUP_TIMEOUT_S = 20
+# A guard against hangs alone: a rank waits for another one's compiler, for which a busy machine may take minutes.
+GROUP_TIMEOUT_S = 600
 
 if not hasattr(ThreadLocalWorld, "comms"):
     # torch 2.11: without it destroy_process_group fails, and the next test finds the groups of the last
@@ -65,15 +63,13 @@ def on_ranks(
     function: Callable[..., Any],
     *args: object,
     timeout_s: float = GROUP_TIMEOUT_S,
-    deadline_s: float = DEADLINE_S,
 ) -> list[Any]:
     """`function(rank, *args)` in `ranks` processes of one gloo group.
 
-    Returns what each returned, or the exception it ended with. A process that is not done after
-    `deadline_s` is killed, and the test fails.
+    Returns what each returned, or the exception it ended with. A collective that another rank does not answer raises
+    after `timeout_s`; where pytest's limit ends the test before, the processes are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started = time.monotonic()
         workers = []
         for rank in range(ranks):
             here, there = SPAWN.Pipe(duplex=False)
@@ -85,12 +81,7 @@ def on_ranks(
             there.close()
             workers.append((process, here))
         try:
-            results = []
-            for rank, (_, here) in enumerate(workers):
-                if not here.poll(max(0.0, started + deadline_s - time.monotonic())):
-                    pytest.fail(f"rank {rank} was not done after {deadline_s} s")
-                results.append(_received(here))
-            return results
+            return [_received(here) for _, here in workers]
         finally:
             for process, here in workers:
                 process.join(1)

@@ -17,7 +17,7 @@ NAME, STEPS = "dtensor_loss_parallel", 20
 
 def test_the_example_over_two_ranks(example: Callable[[str], Any]) -> None:
     logits_bytes = example(NAME).LOGITS_BYTES
-    ranks = on_ranks(2, on_one_of_the_ranks, NAME, STEPS, timeout_s=120, deadline_s=300)
+    ranks = on_ranks(2, on_one_of_the_ranks, NAME, STEPS)
     for found in ranks:
         assert not isinstance(found, Exception), found
         runs, told = found

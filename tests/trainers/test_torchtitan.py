@@ -29,9 +29,7 @@ def test_the_example(example: Callable[[str], Any]) -> None:
 
 def test_the_example_over_two_ranks(example: Callable[[str], Any]) -> None:
     logits_bytes = example("torchtitan_tensor_parallel").LOGITS_BYTES
-    for found in on_ranks(
-        2, on_one_of_the_ranks, "torchtitan_tensor_parallel", STEPS, timeout_s=120, deadline_s=300
-    ):
+    for found in on_ranks(2, on_one_of_the_ranks, "torchtitan_tensor_parallel", STEPS):
         assert not isinstance(found, Exception), found
         runs, told = found
         assert len(set(runs["as it is"].losses)) == STEPS  # it trains

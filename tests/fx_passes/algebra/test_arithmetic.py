@@ -15,7 +15,7 @@ from fx_passes.algebra.poly import ONE, ZERO, Poly
 from tests.support.dense import Values, dense, dense_poly
 
 ROWS, VOCAB = 4, 5
-BOUNDED = settings(max_examples=150, derandomize=True, database=None, deadline=None)
+BOUNDED = settings(max_examples=150, derandomize=True, database=None)
 
 _graph = Graph()
 X, R, Q, INDEX, J, TOP, BOTTOM = map(_graph.placeholder, ("x", "r", "q", "i", "j", "top", "bottom"))

@@ -13,7 +13,7 @@ from fx_passes.algebra.poly import ONE, ZERO, Poly
 
 _graph = Graph()
 ATOMS: list[Node] = [_graph.placeholder(name) for name in "abc"]
-BOUNDED = settings(max_examples=200, derandomize=True, database=None, deadline=None)
+BOUNDED = settings(max_examples=200, derandomize=True, database=None)
 VALUES = dict(zip(ATOMS, (2.0, -3.0, 0.5), strict=True))
 
 

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 ROWS = 3
-BOUNDED = settings(max_examples=150, derandomize=True, database=None, deadline=None)
+BOUNDED = settings(max_examples=150, derandomize=True, database=None)
 
 
 class Read:
