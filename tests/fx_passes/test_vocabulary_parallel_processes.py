@@ -219,7 +219,8 @@ def said() -> Iterator[list[str]]:
 
 
 def checked(rank: int, names: list[str]) -> tuple[Any, list[str]]:
-    check_ranks.TIMEOUT = timedelta(minutes=10)  # of a busy machine, too, each rank hears of the other
+    # On a busy machine, too, each rank hears of the other.
+    check_ranks.TIMEOUT = timedelta(minutes=10)
     with said() as text:
         return step(compiled(names[rank], shard_of(rank), check_ranks=True), rank, ROWS), text
     return None, text
