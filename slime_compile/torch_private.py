@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     function_modes = torch._C._len_torch_function_stack
     graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
     has_internal_overlap = torch._debug_has_internal_overlap
+    set_versions = torch._C._autograd._unsafe_set_version_counter
     saved_tensors_hooks_at_work = torch._C._autograd._top_saved_tensors_default_hooks
     storage_use_count = torch._C._storage_Use_Count
     torch_check = torch._check
@@ -95,6 +96,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "saved_tensors_hooks_at_work",
     "select_decomp_table",
+    "set_versions",
     "skip_code",
     "storage_use_count",
     "sym_or",
@@ -231,8 +233,13 @@ INTERFACES = {
     ),
     "TorchDispatchMode": Interface(
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "what an operator over chunks holds while it runs, for estimate_peak",
+        "what an operator over chunks holds while it runs, for estimate_peak; no real tensor in a dry run",
         "torch documents it under this name; estimates would leave the chunk out",
+    ),
+    "set_versions": Interface(
+        "torch._C._autograd:_unsafe_set_version_counter",
+        "a dry run leaves the versions of the user's tensors as they were",
+        "what torch.autograd._unsafe_preserve_version_counter calls",
     ),
     "ProfilerEvent": Interface(
         "torch._C._profiler:_EventType",

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -25,10 +26,11 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.backend.returned import without_added
-from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
+from slime_compile.dry_run.own_code import with_own_code, without_grad_warnings
 from slime_compile.dry_run.scratch import Scratch
+from slime_compile.dry_run.untouched import Untouched, untouched
+from slime_compile.dynamo.frames import Watch
 from slime_compile.torch_private import (
-    FakeTensor,
     FakeTensorMode,
     MemTracker,
     ShapeEnv,
@@ -72,7 +74,8 @@ def estimate_peak(
             not from logits that a matmul in it makes and that it returns beside their loss.
             Under `torch.no_grad()` there is none.
         args: as in the call that is meant. Fake tensors (made under `FakeTensorMode`) and tensors on "meta" may have
-            any size; real ones are only looked at.
+            any size; real ones are only looked at. Those on "meta", of the function too, stand for tensors on the
+            device of the other arguments, or on the CPU.
         kwargs: keyword arguments of the same call.
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
@@ -92,8 +95,14 @@ def estimate_peak(
         raise RuntimeError(
             f"{error}; keyword arguments of fn are given as kwargs={{...}}"
         ) from None
-    given = (tuple(args), dict(kwargs or {}))
-    mode, tracker, captured = _mode_of(given), MemTracker(), _Captured()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with Watch(), without_grad_warnings(), untouched(mode, fn, args, kwargs) as kept:
+        return _estimated(fn, kept, kept.fake((tuple(args), dict(kwargs or {}))), chosen)
+
+
+def _estimated(fn: Callable[..., Any], kept: Untouched, given: Any, chosen: Options) -> Estimate:
+    """Of a call with fake arguments."""
+    tracker, captured = MemTracker(), _Captured(kept)
 
     def compile_tracked(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         record = new_record(gm, example_inputs, chosen)
@@ -102,7 +111,7 @@ def estimate_peak(
             compiled = compile_interpreted(gm, example_inputs, chosen, record)
 
         def tracked(*inputs: Any) -> Any:
-            fakes = [faked(mode, value) if _is_real(value) else value for value in inputs]
+            fakes = kept.fake(inputs)
             tracker.track_external(*captured.add(inputs, fakes))
             with tracker, Scratch():
                 return without_added(compiled(*fakes), returned)
@@ -110,20 +119,21 @@ def estimate_peak(
         return tracked
 
     run = torch.compile(with_own_code(fn), backend=compile_tracked, dynamic=False)
-    with without_grad_warnings(), mode:
-        fake_args, fake_kwargs = faked(mode, given)
-        parameters = faked(mode, _parameters(fn))
-        held = [t for t in tree_leaves((fake_args, fake_kwargs)) if isinstance(t, Tensor)]
+    with kept.nothing_real():
+        args, kwargs = given
+        parameters = kept.fake(_parameters(fn))
+        held = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
         captured.known.update(map(_storage, [*held, *parameters]))
         tracker.track_external(*held, *parameters)
         inputs = _total(tracker, "current")
-        outputs = run(*fake_args, **fake_kwargs)
+        wanted = [get_gradient_edge(t) for t in held if t.requires_grad]  # before it is changed
+        outputs = run(*args, **kwargs)
         inputs += sum(t.untyped_storage().nbytes() for t in captured.tensors)
         forward = max(inputs, _total(tracker, "peak"))
         if torch.is_grad_enabled():
             roots = _roots(outputs, [*held, *parameters, *captured.tensors])
             with tracker, Scratch():
-                gradients = _gradients(roots, [t for t in held if t.requires_grad])
+                gradients = _gradients(roots, [*wanted, *captured.edges])
             del gradients
         return Estimate(inputs, forward, max(forward, _total(tracker, "peak")))
 
@@ -131,24 +141,30 @@ def estimate_peak(
 class _Captured:
     """The tensors of the user's that graphs read and that are no arguments, as fakes, one per storage."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Untouched) -> None:
+        self._kept = kept
         self.tensors: list[Tensor] = []
+        self.edges: list[GradientEdge] = []
         self.known: set[int] = set()
 
     def add(self, inputs: Sequence[Any], fakes: Sequence[Any]) -> list[Tensor]:
         """Those among a graph's inputs that are new. Arguments are fake, and what graphs hand on is no leaf."""
+        pairs = zip(inputs, fakes, strict=True)
+        users = [fake for value, fake in pairs if self._is_users(value, fake)]
+        self.edges += [get_gradient_edge(t) for t in users if t.requires_grad and not t.is_leaf]
         new = []
-        for value, fake in zip(inputs, fakes, strict=True):
-            leaf = isinstance(value, Tensor) and value.is_leaf and value.requires_grad
-            if (leaf or _is_real(value)) and _storage(fake) not in self.known:
+        for fake in users:
+            if _storage(fake) not in self.known:
                 self.known.add(_storage(fake))
                 new.append(fake)
         self.tensors += new
         return new
 
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    def _is_users(self, value: Any, fake: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return False
+        leaf = value.is_leaf and value.requires_grad
+        return leaf or value is not fake or self._kept.is_moved(value)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -167,10 +183,9 @@ def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _gradients(roots: Sequence[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(roots: Sequence[Tensor], given: list[GradientEdge]) -> Sequence[Tensor | None]:
     """Of what was given, and of every other leaf that the roots were made from."""
-    known = {id(t) for t in given}
-    wanted = [*given, *(leaf for leaf in _leaves(roots, given) if id(leaf) not in known)]
+    wanted = [*given, *map(get_gradient_edge, _leaves(roots, given))]
     if not roots or not wanted:
         return ()
     ones = [torch.ones_like(root) for root in roots]
@@ -179,10 +194,10 @@ def _gradients(roots: Sequence[Tensor], given: list[Tensor]) -> Sequence[Tensor 
     )
 
 
-def _leaves(roots: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _leaves(roots: Sequence[Tensor], given: Sequence[GradientEdge]) -> list[Tensor]:
     """The leaves that `roots` were made from, not looking behind what was given."""
-    waiting: list[Any] = [root.grad_fn for root in roots]
-    seen = {None, *(t.grad_fn for t in given)}
+    waiting: list[Any] = [get_gradient_edge(root).node for root in roots]
+    seen = {None, *(edge.node for edge in given)}
     found = []
     while waiting:
         node = waiting.pop()
@@ -193,13 +208,6 @@ def _leaves(roots: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
             found.append(node.variable)
         waiting += [below for below, _ in node.next_functions]
     return found
-
-
-def _mode_of(args: Sequence[Any]) -> FakeTensorMode:
-    """That of fake arguments, which work in no other, or a new one."""
-    modes = (getattr(leaf, "fake_mode", None) for leaf in tree_leaves(list(args)))
-    new = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    return next((mode for mode in modes if mode is not None), new)
 
 
 def _parameters(fn: Callable[..., Any]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 Entry point: `explain(fn, **options)(*args, **kwargs)`. Dynamo traces the function, AOTAutograd makes the joint
 graph, our passes rewrite it; tensors are fake, so sizes may be those of production. Python code between graphs does
-run, on fake tensors: where it asks for a value (`.item()`, `print(loss)`), the dry run ends and says so.
+run, on fake tensors: where it asks for a value (`.item()`, `print(loss)`), the dry run ends and says so. What it
+changes is put back: `dry_run/untouched.py`.
 
 Torch's caches are not used, and the function's own compiled code stays as it is: a copy of its code object is traced.
 """
@@ -19,7 +20,8 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.backend.returned import with_own_gradient
-from slime_compile.dry_run.fakes import faked, with_own_code, without_grad_warnings
+from slime_compile.dry_run.own_code import with_own_code, without_grad_warnings
+from slime_compile.dry_run.untouched import untouched
 from slime_compile.dynamo.frames import Frame, Watch, graph_break, summary, with_restarts
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
@@ -58,10 +60,11 @@ class DryRun:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         traced = torch.compile(with_own_code(fn), backend=self._backend, dynamic=False)
         notes: tuple[str, ...] = ()
-        with Watch() as watch, torch.random.fork_rng(devices=[]), without_grad_warnings():
-            fake_args, fake_kwargs = faked(mode, (tuple(args), kwargs))
+        with Watch() as watch, without_grad_warnings(), untouched(mode, fn, args, kwargs) as kept:
+            self.kept = kept
+            fake_args, fake_kwargs = kept.fake((tuple(args), kwargs))
             try:
-                with mode:
+                with kept.nothing_real():
                     traced(*fake_args, **fake_kwargs)
             except Exception as error:
                 if self.options.strict:
@@ -82,7 +85,8 @@ class DryRun:
         returned = prepare(gm, self.options, record)
         with functorch_config.patch(BACKWARD_WITH_FORWARD):
             compile_interpreted(gm, example_inputs, self.options, record, self.observe)
-        return with_own_gradient(gm.forward, returned)
+        run, kept = with_own_gradient(gm.forward, returned), self.kept
+        return lambda *inputs: run(*kept.fake(inputs))
 
 
 def _ended(error: Exception) -> str:

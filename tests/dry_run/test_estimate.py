@@ -163,3 +163,16 @@ def test_captured_constants_count_as_inputs() -> None:
     )
     assert beside.inputs_bytes - plain.inputs_bytes == reference.nbytes
     assert beside.peak_bytes - plain.peak_bytes == pytest.approx(reference.nbytes, rel=0.01)
+
+
+def test_logits_that_are_changed_in_place() -> None:
+    """Given or captured, the gradient is that of the values before: backward does not look for what made them."""
+    logits = torch.randn(ROWS, VOCAB, requires_grad=True) * 1
+    target = torch.randint(VOCAB, [ROWS])
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.div_(0.7), target)
+
+    given = estimate_peak(loss, logits, target)
+    assert given.peak_bytes >= 2 * logits.nbytes
+    assert estimate_peak(lambda t: loss(logits, t), target) == given

@@ -1,4 +1,4 @@
-"""What a dry run works on: fake tensors, and a copy of the user's function that Dynamo ties nothing else to."""
+"""What a dry run traces: a copy of the user's function that Dynamo ties nothing else to."""
 
 import contextlib
 import inspect
@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from slime_compile.torch_private import FakeTensorMode, innermost_fn
-
-
-def faked(mode: FakeTensorMode, values: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), values)
+from slime_compile.torch_private import innermost_fn
 
 
 @contextlib.contextmanager
