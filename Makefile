@@ -88,8 +88,9 @@ test-trainers: $(TRAINERS)/.installed
 fuzz: $(INSTALLED)
 	$(PY) -m pytest -n $(JOBS) -m slow --timeout 0 $(TESTS)
 
+# ONLY: files, --sample 5, --since HEAD~1; all of fx_passes takes many hours.
 mutants: $(INSTALLED)
-	$(PY) tests/mutants.py --workers $(JOBS)
+	$(PY) tests/mutants.py --workers $(JOBS) $(ONLY)
 
 bench: $(INSTALLED)
 	$(PY) -m bench
