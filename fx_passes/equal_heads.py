@@ -1,23 +1,26 @@
 """Equal matmuls that make logits are one, and what is made of them in the same way is one too.
 
-Entry point: `share_heads`, on Dynamo's graph, before AOTAutograd. Who reads deferred logits twice has their matmul
-twice in the graph (`slime_compile.deferred`); torch finds that after differentiation only, when each has a gradient of
-its own. Shared are the matmul, and slices, views, casts, temperatures of it. A graph that changes any of this in place
-stays as it was; nothing is shared between gradient modes.
+Entry point: `share_heads`, on Dynamo's graph: torch finds equal values after differentiation only, when each has a
+gradient of its own. A program that reads deferred logits twice has their matmul twice (`slime_compile.deferred`). The
+pass shares the matmul, and slices, views, casts, temperatures of it. Two values stay two where the graph writes to one
+of them or hooks its gradient, where it writes between them to what they are made of, where the graph returns one, and
+in different modes.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_passes.graph.order import descendants
-from fx_passes.row_demand.heads import example, heads_of
+from fx_passes.graph.order import following
+from fx_passes.graph.writes import Writes, example
+from fx_passes.row_demand.heads import heads_of
 from fx_passes.row_demand.modes import with_modes
 from fx_passes.row_demand.moves import kind_of
-from fx_passes.row_demand.region import POINTWISE, is_change
+from fx_passes.row_demand.region import POINTWISE
 
 __all__ = ["share_heads"]
 
@@ -35,10 +38,7 @@ def share_heads(graph: Graph, min_vocab: int) -> int:
     heads = {head.node for head in heads_of(graph, min_vocab)}
     if len(heads) < 2:
         return 0
-    operands = {each for head in heads for each in head.all_input_nodes}
-    changeable = descendants([*heads, *operands])
-    if any(is_change(n) and not changeable.isdisjoint(n.all_input_nodes) for n in graph.nodes):
-        return 0
+    writes = Writes(graph)
     made = heads.copy()  # and what is made of them
     known: dict[Any, Node] = {}
     shared = 0
@@ -46,12 +46,26 @@ def share_heads(graph: Graph, min_vocab: int) -> int:
         if node not in heads and not _is_made(node, made):
             continue
         made.add(node)
-        first = known.setdefault((mode, _key(node)), node)
-        if first is not node:
+        key = mode, _key(node)
+        first = known.get(key)
+        if first is None or not _stay_equal(writes, first, node):
+            known[key] = node
+        else:
             shared += node in heads
             node.replace_all_uses_with(first)
             graph.erase_node(node)
     return shared
+
+
+def _stay_equal(writes: Writes, first: Node, second: Node) -> bool:
+    """They are made of what has not changed in between, and neither the graph nor its caller changes one of them."""
+    own = writes.memory([first, second])
+    between = itertools.takewhile(lambda each: each is not second, following(first))
+    return (
+        own.isdisjoint(writes.returned())
+        and not writes.change(following(first), own)
+        and not writes.change(between, writes.memory(second.all_input_nodes))
+    )
 
 
 def _is_made(node: Node, made: set[Node]) -> bool:
@@ -66,8 +80,8 @@ def _is_made(node: Node, made: set[Node]) -> bool:
 
 def _key(node: Node) -> tuple[Any, ...]:
     value = example(node)
-    dtype = value.dtype if isinstance(value, Tensor) else None
-    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs), dtype
+    facts = (value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
+    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs), facts
 
 
 def _frozen(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Logits that a function returns beside its loss: detached in the graph, with their own way back to what made them.
 
-Entry point: `detach_returned`, on Dynamo's graph, before AOTAutograd. That gives backward a gradient of every output
-that may have one: where the caller never differentiates the logits it is a tensor of zeros, as large as they are, to
-which the loss's gradient is added. Whether there is one is known when backward runs, and autograd calls only what has
-one. So the graph returns the logits without a gradient, and `Returned` says how to compute them again from values that
-are narrow: what calls the graph makes a node of autograd of that.
+Entry point: `detach_returned`, on Dynamo's graph: AOTAutograd then gives backward a gradient of every output that may
+have one. Where the caller never differentiates the logits it is a tensor of zeros, as large as they are, to which the
+loss's gradient is added. Whether there is one is known when backward runs, and autograd calls only what has one. So
+the graph returns the logits without a gradient, and `Returned` says how to compute them again from values that are
+narrow: what calls the graph makes a node of autograd of that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.graph.facts import hint
-from fx_passes.graph.order import descendants
-from fx_passes.row_demand.heads import Head, example, heads_of
+from fx_passes.graph.order import descendants, following
+from fx_passes.graph.writes import Writes, example
+from fx_passes.row_demand.heads import Head, heads_of
 from fx_passes.row_demand.modes import with_modes
 from fx_passes.row_demand.moves import kind_of
-from fx_passes.row_demand.region import POINTWISE, is_change, is_narrow
+from fx_passes.row_demand.region import POINTWISE, is_narrow
 
 _TURNS: set[Any] = {"t", "transpose", torch.t, torch.transpose}
 
@@ -93,12 +94,14 @@ def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tu
     """Those of the outputs that may be detached, by their places."""
     heads = {head.node: head for head in heads_of(graph, min_vocab)}
     usual = {node for node, modes in with_modes(graph) if modes.usual}
+    writes = Writes(graph)
     for place, node in enumerate(outputs):
         chain = _Chain(heads)
         if not _is_wide(node, min_vocab) or not chain.leads_to(node):
             continue
-        own = not _shares_memory(node, [*outputs, *graph.find_nodes(op="placeholder")])
-        again = own and chain.made <= usual and not _changed(graph, chain)
+        others = [*outputs, *graph.find_nodes(op="placeholder")]
+        own = not _shares_memory(writes, node, others)
+        again = own and chain.made <= usual and not _changed(writes, chain)
         if again and not _is_hidden(node, heads) and _has_loss(outputs, node, chain):
             yield place, chain
 
@@ -175,14 +178,10 @@ def _is_hidden(node: Node, heads: Mapping[Node, Head]) -> bool:
     return not heads.keys().isdisjoint(descendants([node]) - {node})
 
 
-def _shares_memory(node: Node, others: Sequence[Any]) -> bool:
+def _shares_memory(writes: Writes, node: Node, others: Sequence[Any]) -> bool:
     """Whether it is a view of another, or the other of it: for the caller, and for autograd, it stays one."""
-    return any(_memory(each) == _memory(node) for each in others if each is not node)
-
-
-def _memory(node: object) -> int | None:
-    found = example(node)
-    return found.untyped_storage()._cdata if isinstance(found, Tensor) else None
+    beside = writes.memory(each for each in others if each is not node)
+    return not beside.isdisjoint(writes.memory([node]))
 
 
 def _has_gradient(node: object) -> bool:
@@ -202,14 +201,7 @@ def _elements(node: Node) -> int:
     return math.prod(map(hint, found.shape)) if isinstance(found, Tensor) else 0
 
 
-def _changed(graph: Graph, chain: _Chain) -> bool:
-    """Whether the graph writes to anything on the way, or to its memory once it is there."""
+def _changed(writes: Writes, chain: _Chain) -> bool:
+    """Whether the graph writes to anything on the way once it is there, or hooks its gradient."""
     way = [*chain.leaves, *chain.made]
-    after = descendants(way)
-    for node in filter(is_change, graph.nodes):
-        written = node.all_input_nodes
-        if not after.isdisjoint(written) or any(
-            _memory(each) == _memory(one) for each in written for one in way if one < node
-        ):
-            return True
-    return False
+    return any(writes.change(following(each), writes.memory([each])) for each in way)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         guard_or_false,
         statically_known_true,
     )
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._sympy.functions import FloorDiv
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "PlainAOTInput",
     "ShapeEnv",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "check",
     "detect_fake_mode",
     "find",
@@ -52,6 +54,7 @@ __all__ = [
     "group_size_by_name",
     "guard_or_false",
     "inductor_prims",
+    "is_traceable_wrapper_subclass",
     "looked_up",
     "make_fx",
     "statically_known_true",
@@ -118,12 +121,22 @@ INTERFACES = {
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
         "what a pass tries leaves no symbol behind that torch would look for in the next value",
         "delete what a try has added to pending_fresh_unbacked_symbols",
-        needs=("create_symintnode", "ignore_fresh_unbacked_symbols"),
+        needs=("create_symintnode", "ignore_fresh_unbacked_symbols", "suppress_guards"),
     ),
     "free_unbacked_symbols": Interface(
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols",
         "whether data alone says how large a new value is",
         "free_symbols of the sizes, those that have no hint",
+    ),
+    "TorchDispatchMode": Interface(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "which ATen operators a node of Dynamo's graph calls",
+        "make_fx of the node; or lm_head=False, which leaves that graph alone",
+    ),
+    "is_traceable_wrapper_subclass": Interface(
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+        "tensors that are made of several, whose memory is not known",
+        "type(tensor) is FakeTensor",
     ),
     "FloorDiv": Interface(
         "torch.utils._sympy.functions:FloorDiv",

@@ -37,6 +37,13 @@ def descendants(nodes: Iterable[Node], stop: Node | None = None) -> set[Node]:
     return found
 
 
+def following(node: Node) -> Iterator[Node]:
+    """The nodes after it, in the order of the graph."""
+    while node.op != "output":
+        node = node.next
+        yield node
+
+
 def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = False) -> set[Node]:
     """What runs once `replacements` are in place; `forward`: for what forward returns only."""
     output = graph.output_node()

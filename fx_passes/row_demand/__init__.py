@@ -2,8 +2,8 @@
 
     (hidden @ weight.t())[rows]  ->  hidden[rows] @ weight.t()
 
-Entry point: `demand_rows`, on Dynamo's graph, before AOTAutograd: the gradient of what was moved is then torch's own,
-zero in the rows that are left out, and a sum where rows are taken twice.
+Entry point: `demand_rows`, on Dynamo's graph: AOTAutograd then derives the gradient of what was moved, zero in the rows
+that are left out, and a sum where rows are taken twice.
 
     heads    the matmul, and the same matmul over other rows
     region   what is made of its result up to the rows that are taken, and who reads those
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from fx_passes.graph.user_lines import source_of
+from fx_passes.graph.writes import Writes
 from fx_passes.row_demand.heads import heads_of
 from fx_passes.row_demand.region import Region, region_of
 from fx_passes.row_demand.rewrite import place_of, rewrite
@@ -61,9 +62,9 @@ def demand_rows(graph: Graph, min_vocab: int) -> list[Demand]:
         graph: one of Dynamo's, with `meta["example_value"]`.
         min_vocab: the smallest last dimension that is taken for a vocabulary.
     """
-    found = []
+    found, writes = [], Writes(graph)
     for head in heads_of(graph, min_vocab):
-        region = region_of(head)
+        region = region_of(head, writes)
         place = None if region is None else place_of(region)
         if region is not None and place is not None:
             found.append(_told_of(region))

@@ -13,16 +13,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import hint
+from fx_passes.graph.writes import example
 
 _LINEAR: set[Any] = {F.linear}
 _MATMULS: set[Any] = {torch.matmul, operator.matmul, torch.mm, "matmul", "mm", "__matmul__"}
 _ADDMM: set[Any] = {torch.addmm}
 _TWO_DIMENSIONS: set[Any] = {torch.mm, "mm", torch.addmm}
-
-
-def example(node: object) -> Any:
-    """The fake value of a node of Dynamo's graph; other things are their own value."""
-    return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 @dataclass(frozen=True)

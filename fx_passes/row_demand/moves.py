@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_passes.graph.facts import same
-from fx_passes.row_demand.heads import copied, example
+from fx_passes.graph.writes import example
+from fx_passes.row_demand.heads import copied
 
 Kind = Literal["view", "take", "pieces", "piece", "join"]
 

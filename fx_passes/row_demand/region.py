@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from fx_passes.graph.facts import same_shape
-from fx_passes.graph.order import ancestors, descendants
-from fx_passes.row_demand.heads import Head, example
+from fx_passes.graph.order import descendants, following
+from fx_passes.graph.writes import Writes, example
+from fx_passes.row_demand.heads import Head
 from fx_passes.row_demand.moves import joins, kind_of
 
 POINTWISE: set[Any] = {
@@ -28,16 +29,6 @@ POINTWISE: set[Any] = {
     "contiguous", "clone", "detach",
 }  # fmt: skip
 _SIZES: set[Any] = {"size", "dim", "numel", torch.ops.aten.sym_size.int, getattr}
-_CHANGES: set[Any] = {
-    operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
-    operator.ilshift, operator.irshift, "__setitem__",
-}  # fmt: skip
-_CREATIONS: set[Any] = {
-    "new_full", "new_zeros", "new_ones", "new_empty", "clone",
-    torch.full, torch.zeros, torch.ones, torch.empty, torch.arange, torch.full_like, torch.zeros_like,
-    torch.ones_like, torch.empty_like, torch.clone,
-}  # fmt: skip
 _SHARE = 7 / 8  # of the rows: where more is taken, a copy of hidden is the dearer of the two
 _MANY = (
     1 << 16
@@ -49,6 +40,7 @@ class Region:
     """A head whose rows are not all read.
 
     Attributes:
+        writes: of the graph.
         inner: of each node of the region, the value whose rows it has, or some of them.
         points: nodes that work element by element.
         takes: nodes that leave rows out, and what is made of their rows.
@@ -56,6 +48,7 @@ class Region:
     """
 
     head: Head
+    writes: Writes
     inner: dict[Node, Node] = field(default_factory=dict)
     points: set[Node] = field(default_factory=set)
     takes: set[Node] = field(default_factory=set)
@@ -76,17 +69,11 @@ class Region:
             self.head.only_matrices and example(self.boundary[0]).dim() != 2
         )
 
-    def disturbed_by(self, node: Node) -> bool:
-        """Whether `node` may write to what the region reads: to anything but a new value that it does not read."""
-        if not is_change(node):
-            return False
-        written = node.args[0] if node.args else None
-        while isinstance(written, Node) and written.target not in _CREATIONS:
-            written = written.args[0] if written.args else None
-        if not isinstance(written, Node):
-            return True
-        read = {self.head.node, *self.inner}
-        return written in ancestors(read) | read
+    def disturbed_by(self, nodes: Iterable[Node]) -> bool:
+        """Whether one of `nodes` may change what the region reads or makes."""
+        mine = {self.head.node, *self.inner}
+        read = mine.union(*(each.all_input_nodes for each in mine))
+        return self.writes.change(nodes, self.writes.memory(read))
 
     def __contains__(self, node: Node) -> bool:
         return node is self.head.node or node in self.inner
@@ -105,19 +92,14 @@ def _rows_of(node: Node) -> Any:
     return math.prod(example(node).shape[:-1])
 
 
-def region_of(head: Head) -> Region | None:
+def region_of(head: Head, writes: Writes) -> Region | None:
     """None where the rows have to be made as they are written."""
-    region = Region(head)
+    region = Region(head, writes)
     for node in sorted(descendants([head.node]) - {head.node}):
         _enter(region, node)
     if not _bounded(region) or not region.boundary or not _pays(region):
         return None
     return region if _undisturbed(region) else None
-
-
-def _after(node: Node) -> list[Node]:
-    nodes = list(node.graph.nodes)
-    return nodes[nodes.index(node) + 1 :]
 
 
 def _enter(region: Region, node: Node) -> None:
@@ -230,31 +212,20 @@ def _as_number(size: Any, sizes: dict[Any, int]) -> int:
 def _undisturbed(region: Region) -> bool:
     """Nothing is changed in place and no gradient is switched between the matmul and what is taken.
 
-    Several selections become parts of one value, where they may have been one memory: nobody may write to them.
+    Several selections become parts of one value, where they may have been one memory: neither the graph nor its caller
+    may write to them.
     """
     last = max(region.inner)
-    between = [node for node in _after(region.head.node) if node <= last]
-    if any(region.disturbed_by(node) or _switches_gradient(node) for node in between):
+    between = [node for node in following(region.head.node) if node <= last]
+    if region.disturbed_by(between) or any(map(_switches_gradient, between)):
         return False
     if not region.flat:
         return True
-    fixed = all(not _symbols(size) for node in region.boundary for size in example(node).shape[:-1])
-    made = descendants(region.boundary)
-    changed = (n.args[0] for n in _after(region.head.node) if is_change(n) and n.args)
-    return fixed and not any(each in made for each in changed)
-
-
-def is_change(node: Node) -> bool:
-    """Whether an operand is written to."""
-    if "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    if node.target in _CHANGES:
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (name.endswith("_") and name[:1] != "_") or "mutation" in name
+    if any(_symbols(size) for node in region.boundary for size in example(node).shape[:-1]):
+        return False
+    writes, taken = region.writes, region.writes.memory(region.boundary)
+    several = len(region.boundary) > 1 and not taken.isdisjoint(writes.returned())
+    return not several and not writes.change(following(region.head.node), taken)
 
 
 def _switches_gradient(node: Node) -> bool:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fx_passes.row_demand.heads import copied, example
+from fx_passes.graph.order import following
+from fx_passes.graph.writes import example
+from fx_passes.row_demand.heads import copied
 from fx_passes.row_demand.moves import Replay
 from fx_passes.row_demand.region import Region
 
@@ -28,9 +30,9 @@ def place_of(region: Region) -> Node | None:
     moves = region.inner.keys() - region.points
     needed = {each for node in moves for each in node.all_input_nodes if each not in region}
     last = max([head, *(node for node in needed if node.op != "placeholder")])
-    between = [node for node in head.graph.nodes if head < node <= last]
+    between = [node for node in following(head) if node <= last]
     switched = any("autocast" in getattr(node.target, "__name__", "") for node in between)
-    return None if switched or any(map(region.disturbed_by, between)) else last
+    return None if switched or region.disturbed_by(between) else last
 
 
 def rewrite(region: Region, place: Node) -> None:

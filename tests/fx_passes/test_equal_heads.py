@@ -78,7 +78,18 @@ def a_metric(h: Tensor, w: Tensor) -> Tensor:
     return loss + metric
 
 
-@pytest.mark.parametrize("program", [twice, rows_and_temperature, other_rows, a_metric])
+def beside_a_change(h: Tensor, w: Tensor) -> Tensor:
+    """In place, of what neither the logits nor what they are made of is."""
+    buffer = torch.zeros(ROWS, VOCAB)
+    first = F.linear(h, w)
+    buffer[1:] = first[1:].detach()
+    F.relu(buffer, True)
+    return first.exp() + F.linear(h, w).tanh() + buffer
+
+
+@pytest.mark.parametrize(
+    "program", [twice, rows_and_temperature, other_rows, a_metric, beside_a_change]
+)
 def test_shared(program: Program) -> None:
     gone, left, _ = both(program)
     assert (gone, left) == (1, 1)
@@ -138,7 +149,29 @@ def another_autocast(h: Tensor, w: Tensor) -> Tensor:
     return first.float().exp() + F.linear(h, w).exp()
 
 
+def changed_by_a_flag(h: Tensor, w: Tensor) -> Tensor:
+    first, second = F.linear(h, w), F.linear(h, w)
+    F.relu(first, True)
+    return first.exp() + second.exp()
+
+
+def hidden_changes_between(h: Tensor, w: Tensor) -> Tensor:
+    states, other = h * 1, w.detach()
+    first = F.linear(states, other).exp()
+    torch._foreach_mul_([states.detach()], 2)
+    return first + F.linear(states, other).exp() + w.sum()
+
+
+def hooked(h: Tensor, w: Tensor) -> Tensor:
+    first, second = F.linear(h, w), F.linear(h, w)
+    first.register_hook(lambda grad: grad * 2)
+    return first.exp() + second.exp()
+
+
 LEFT = [
+    changed_by_a_flag,
+    hidden_changes_between,
+    hooked,
     changed_in_place,
     changed_through_a_view,
     weight_changes_between,
@@ -152,6 +185,34 @@ LEFT = [
 def test_left(program: Program) -> None:
     gone, left, _ = both(program)
     assert (gone, left) == (0, 2)
+
+
+def test_returned_logits_are_left() -> None:
+    def program(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = F.linear(h, w), F.linear(h, w)
+        return first.exp(), first[1:], second.detach()
+
+    answers = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        answers.append(share_heads(gm.graph, 32))
+        return gm
+
+    torch.compile(program, backend=backend, fullgraph=True)(*arguments())
+    assert answers == [0]
+
+
+def test_numbers_that_change_between_are_read_twice() -> None:
+    """The logits are shared, and what is made of them is not."""
+
+    def program(h: Tensor, w: Tensor) -> Tensor:
+        shift = w[:ROWS, :1].detach() * 1
+        first = (F.linear(h, w) + shift).tanh()
+        F.relu(shift, True)
+        return first + (F.linear(h, w) + shift).tanh()
+
+    gone, left, _ = both(program)
+    assert (gone, left) == (1, 1)
 
 
 def test_numbers_of_another_type_are_others() -> None:
