@@ -114,9 +114,8 @@ def _piece_by_piece(
     Pieces of size 1 are a stack as they are joined, and may be viewed as one for all that.
     """
     if node is join:
-        pieces: Any = join.args[0]
-        dim = _join_dim(join)
-        return Stack(dim, tuple(pieces)) if same(shape_of(pieces[0])[dim], 1) else None
+        pieces, dim = _pieces(emit, join), _join_dim(join)
+        return Stack(dim, pieces) if same(shape_of(pieces[0])[dim], 1) else None
     if join in node.all_input_nodes and (join not in stacks or node.target in TO_SHAPE):
         return _viewed(emit, node, join)
     first: Any = node.args[0]
@@ -133,13 +132,19 @@ def _piece_by_piece(
 
 def _viewed(emit: Emitter, node: Node, join: Node) -> Stack:
     """`torch.stack` reaches the graph as a view of values that are joined: `[.., pieces x rows, ..]`."""
-    pieces: Any = join.args[0]
-    dim, shape = _join_dim(join), shape_of(pieces[0])
+    pieces, dim = _pieces(emit, join), _join_dim(join)
+    shape = shape_of(pieces[0])
     if node.target not in TO_SHAPE:
         raise _Stays  # which reads the join itself
     if not same_shape(shape_of(node), (*shape[:dim], len(pieces), *shape[dim:])):
         raise _Stays
     return Stack(dim, tuple(emit.call(aten.unsqueeze.default, piece, dim) for piece in pieces))
+
+
+def _pieces(emit: Emitter, join: Node) -> tuple[Node, ...]:
+    """In the dtype of what they are joined to: rows of two dtypes are promoted."""
+    pieces: Any = join.args[0]
+    return tuple(emit.cast(piece, value(join).dtype) for piece in pieces)
 
 
 def _selected(emit: Emitter, node: Node, stack: Stack) -> Node:

@@ -139,6 +139,26 @@ def test_half_precision() -> None:
     assert torch.equal(module(x, rows), program(x, rows))
 
 
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_in_float64(name: str) -> None:
+    """As the program asks: 2 ** 24 + 35 is no number of float32."""
+
+    def loss(x: Tensor, rows: Tensor) -> Tensor:
+        return (
+            getattr(x[rows], name)(dtype=torch.float64)
+            + 0 * x.logsumexp(-1).sum()
+        )
+
+    x = torch.ones(5, VOCAB)
+    x[:, 0], x[:, 1] = 2**24, 0
+    rows = torch.tensor([4, 0, 2])
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="slime_fused", options=OPTIONS)
+    got, wanted = compiled(x, rows), loss(x, rows)
+    assert got.dtype is torch.float64
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_stays(name: str, graphs: list[Graph]) -> None:
     check(OTHERS[name])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -121,6 +122,35 @@ def test_half_precision(name: str) -> None:
     assert unstack(module.graph, VOCAB) == 1
     module.recompile()
     assert torch.equal(module(*pieces), program(*pieces))
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+@pytest.mark.parametrize("second", DTYPES, ids=str)
+@pytest.mark.parametrize("first", DTYPES, ids=str)
+def test_rows_of_two_dtypes(first: torch.dtype, second: torch.dtype) -> None:
+    """All of them are promoted before anything is done to the stack, and what is taken out stays promoted."""
+
+    def program(x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        stack = torch.stack([x, z])
+        joined = torch.cat([x[None], z[None]])
+        return (
+            stack[0],
+            stack.exp().sum(0),
+            stack.mean(0),
+            stack.amax(0),
+            joined.exp().sum(0),
+        )
+
+    x, z = (3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    given = x.to(first), z.to(second)
+    table = get_decompositions([torch.ops.aten.stack])
+    module = make_fx(program, tracing_mode="fake", decomposition_table=table)(*given)
+    assert unstack(module.graph, VOCAB) == 2
+    module.recompile()
+    for got, wanted in zip(module(*given), program(*given), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("name", OTHERS)
