@@ -55,6 +55,7 @@ class Outcome:
     """What `fuse` did to one graph; `fused` is empty exactly if the graph is unchanged.
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
+    `stored` those that are in memory when the compiled graph runs (`stored.py`), and logits of a matmul that are whole;
     `saved_bytes_*` are the bytes of full-vocabulary values of forward that backward reads, which the compiler may save
     or compute again; `collectives_*` count the functional collectives of the graph; `chunked_heads` the matmuls whose
     logits are never whole; `rounded_to` is the narrowest dtype that the program rounds full-vocabulary values to and
@@ -65,6 +66,7 @@ class Outcome:
     rejections: tuple[Rejection, ...] = ()
     wide_before: int = 0
     wide_after: int = 0
+    stored: int = 0
     saved_bytes_before: int = 0
     saved_bytes_after: int = 0
     collectives_before: int = 0

@@ -112,6 +112,7 @@ class LinearOutcome:
             rejections=(*kept, *self.rejections),
             saved_bytes_after=max(outcome.saved_bytes_after - saved, 0),
             chunked_heads=len(self.chunked),
+            stored=outcome.stored + len(self.rejections),
             notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.chunked)),
         )
 

@@ -9,6 +9,7 @@ An exception in a pass leaves the graph as it was and is logged once; with stric
 compiles a graph that was rewritten: it is compiled again, unfused. This file holds no rule about losses.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from fx_passes.returned_logits import Returned, detach_returned
 from fx_passes.row_demand import demand_rows
 from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
+from fx_passes.stored import stored_values
 from fx_passes.whole_logits import use_whole_logits
 from fx_passes.writable import give_writable
 from slime_compile import ops
@@ -187,6 +189,8 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
             compute_all_rows(graph, options.min_vocab)
         nodes = fused_nodes(graph)
         record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
+        if nodes:
+            found = dataclasses.replace(found, stored=found.stored + stored_values(graph))
         part = describe(graph, found, len(nodes), options.min_vocab)
         carrying = [n for n in nodes if not _is_inlined(n, options)]
         if carrying:

@@ -1,8 +1,8 @@
-"""Which variable holds a tensor? For the report's remedy, asked once per gradient and kind of holder.
+"""Which variable holds a tensor? For the report's remedy, asked now and then for each gradient.
 
 Entry point: `variables`. It looks at the local variables of every thread's frames, at the variables of their modules,
-and at what these contain directly, for the tensor or another one with its memory; else at closures and generators. What
-is deeper, or held by C++ code, is not found.
+and two levels deep into what these contain, for the tensor or another one with its memory; else at closures and
+generators of the user's. What is deeper, or held by C++ code, is not found.
 """
 
 import gc
@@ -12,7 +12,15 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CellType, CoroutineType, FrameType, GeneratorType
+from types import (
+    CellType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -22,18 +30,53 @@ from slime_compile.ops.holders import local_variables
 
 MOST = 3
 _LARGEST = 1000  # entries of a container that are looked at
+_DEPTH = 2
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _PACKAGES = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_KINDS = {CellType: "a closure", GeneratorType: "a generator", CoroutineType: "a coroutine"}
+_KINDS = {GeneratorType: "generator", CoroutineType: "coroutine"}
 
 
 def variables(x: Tensor) -> list[str]:
     """What holds `x` or its memory, as "`name` in function (file:line)", at most `MOST`."""
-    found = dict.fromkeys(_named(x.untyped_storage()._cdata))
-    if not found:
-        kinds = [_KINDS.get(type(each), "") for each in gc.get_referrers(x)]
-        found = dict.fromkeys(filter(None, kinds))
+    found = dict.fromkeys(_named(x.untyped_storage()._cdata)) or dict.fromkeys(_suspended(x))
     return list(found)[:MOST]
+
+
+def _suspended(x: Tensor) -> Iterator[str]:
+    """Of the user's code that does not run now: torch's, and ours, has cells of its own with the tensor."""
+    for each in gc.get_referrers(x):
+        if isinstance(each, CellType):
+            yield from _closures(each)
+        elif type(each) in _KINDS:
+            code = each.gi_code if isinstance(each, GeneratorType) else each.cr_code
+            if _is_users(code):
+                yield f"the {_KINDS[type(each)]} {_place(code, code.co_firstlineno)}"
+
+
+def _closures(cell: CellType) -> Iterator[str]:
+    for cells in gc.get_referrers(cell):
+        if type(cells) is not tuple:
+            continue
+        for function in gc.get_referrers(cells):
+            if isinstance(function, FunctionType) and function.__closure__ is cells:
+                code = function.__code__
+                names = [n for n, c in zip(code.co_freevars, cells, strict=True) if c is cell]
+                if names and _is_users(code):
+                    yield f"`{names[0]}` in the closure {_place(code, code.co_firstlineno)}"
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{code.co_name} ({Path(code.co_filename).name}:{line})"
+
+
+def _is_users(code: CodeType) -> bool:
+    """Neither torch's, ours, the library's nor generated."""
+    from slime_compile.torch_private import cache_dir
+
+    file = code.co_filename
+    library = file.startswith(_LIBRARY) and "site-packages" not in file
+    generated = file.startswith("<") and not file.startswith(("<ipython", "<stdin", "<string"))
+    return not (library or generated or file.startswith((cache_dir(), *_PACKAGES)))
 
 
 def _named(memory: int) -> Iterator[str]:
@@ -42,7 +85,7 @@ def _named(memory: int) -> Iterator[str]:
         code = frame.f_code
         modules[id(frame.f_globals)] = frame.f_globals
         if code.co_flags & inspect.CO_OPTIMIZED:  # else its variables are the module's
-            where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+            where = _place(code, frame.f_lineno)
             names = list(_holding(local_variables(frame), memory))
             yield from (f"`{name}` in {where}" for name in names)
     for space in modules.values():
@@ -51,15 +94,10 @@ def _named(memory: int) -> Iterator[str]:
 
 
 def _frames() -> Iterator[FrameType]:
-    """The user's, of all threads, innermost first; neither torch's, ours, the library's nor those of generated code."""
-    from slime_compile.torch_private import cache_dir
-
-    others = ("<", cache_dir(), *_PACKAGES)
+    """The user's, of all threads, innermost first."""
     for frame in _innermost():
         while frame is not None:
-            file = frame.f_code.co_filename
-            library = file.startswith(_LIBRARY) and "site-packages" not in file
-            if not (library or file.startswith(others)):
+            if _is_users(frame.f_code):
                 yield frame
             frame = frame.f_back
 
@@ -77,7 +115,15 @@ def _holding(space: Mapping[str, Any], memory: int) -> Iterator[str]:
         if _has(value, memory):
             yield name
         else:
-            yield from (name + part for part, each in _parts(value) if _has(each, memory))
+            yield from (name + part for part in _inside(value, memory, _DEPTH))
+
+
+def _inside(value: Any, memory: int, depth: int) -> Iterator[str]:
+    for part, each in _parts(value):
+        if _has(each, memory):
+            yield part
+        elif depth > 1:
+            yield from (part + below for below in _inside(each, memory, depth - 1))
 
 
 # A user's object may compute what it is asked for, so it is asked for nothing.
@@ -91,7 +137,8 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
     if issubclass(kind, dict) and dict.__len__(value) <= _LARGEST:
         return [(f"[{key!r}]", each) for key, each in dict.items(value) if type(key) is str]
     getattribute: Any = kind.__getattribute__
-    if getattribute is not object.__getattribute__ or not hasattr(value, "__dict__"):
+    plain = getattribute in (object.__getattribute__, SimpleNamespace.__getattribute__)
+    if not plain or not hasattr(value, "__dict__"):
         return []
     own = value.__dict__
     return [(f".{key}", each) for key, each in own.items()] if type(own) is dict else []

@@ -4,11 +4,12 @@ The operators are internal: the rewritten joint graph holds both directions, so 
 outputs never require grad. Differentiable code calls `slime_compile.rl.log_probs.log_probs_and_entropy`.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -258,7 +259,7 @@ def _row_grad_over(
     reason = _why_beside(x, seen, owner, others or (), strided)
     check_grad(x, terms, affine, index, weight, softmax)
     on_call(region)
-    placed(place, reason, lambda: _holders_named(reason, x))
+    placed(place, reason, partial(_holders_named, reason, x))  # not a closure, which would hold x
     with torch.no_grad():
         if not reason:
             _overwrite(x, terms, affine, index, weight, softmax)
@@ -301,7 +302,10 @@ def _why_beside(
 
 def _holders_named(reason: str, x: Tensor) -> str:
     """The reason, with the variables that a user can do something about."""
-    names = variables(x) if reason in (holders.PYTHON, holders.MEMORY) else []
+    names: list[str] = []
+    if reason in (holders.PYTHON, holders.MEMORY):
+        with contextlib.suppress(Exception):  # what a user's object does when it is looked at
+            names = variables(x)
     return f"{reason} ({', '.join(names)})" if names else reason
 
 

@@ -21,14 +21,12 @@ class Placed:
     Attributes:
         over: calls that wrote over the logits.
         beside: the others, by their reason.
-        last: the latest of those reasons.
-        named: each reason as the report words it.
+        last: the reason of the latest of those calls; it names a variable only where that call looked for one.
     """
 
     over: int = 0
     beside: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     last: str = ""
-    named: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -56,15 +54,12 @@ def placed(place: str, reason: str, worded: Callable[[], str]) -> None:
     if not place:
         return
     here = placements.setdefault(place, Placed())
-    if reason:
-        here.beside[reason] += 1
-        if (
-            here.beside[reason].bit_count() == 1
-        ):  # seldom: it takes long, and another caller may have come
-            here.named[reason] = worded()
-        here.last = here.named[reason]
-    else:
+    if not reason:
         here.over += 1
+        return
+    here.beside[reason] += 1
+    looks = here.beside[reason].bit_count() == 1  # seldom: it takes long
+    here.last = worded() if looks else reason  # what another call has found may hold other logits
 
 
 class _Watches(threading.local):

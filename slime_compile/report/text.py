@@ -60,7 +60,7 @@ def _graph(graph: Fields) -> list[str]:
         lines += _indented(table(("fused", "shape", "dtype", "at"), rows))
     if graph["wide_before"] or graph["values"]:
         lines.append(
-            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}, read by backward "
+            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}{_stored(graph)}, read by backward "
             f"{_size(graph['saved_bytes_before'])} -> {_size(graph['saved_bytes_after'])}"
         )
     if graph["collectives_before"]:
@@ -73,6 +73,11 @@ def _graph(graph: Fields) -> list[str]:
     if not graph["has_vocabulary"] and not graph["failed"]:
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
+
+
+def _stored(graph: Fields) -> str:
+    """Where it is said that values are left: how many are more than a part of a kernel."""
+    return f" ({graph['stored']} stored)" if graph["stored"] or graph["wide_after"] else ""
 
 
 def _placed(gradient: Fields) -> str:

@@ -75,6 +75,7 @@ class GraphReport:
     rejections: tuple[Rejection, ...] = ()
     wide_before: int = 0
     wide_after: int = 0
+    stored: int = 0
     saved_bytes_before: int = 0
     saved_bytes_after: int = 0
     collectives_before: int = 0
@@ -94,15 +95,16 @@ class GraphReport:
 
     @property
     def full_vocabulary_left(self) -> int:
-        """Full-vocabulary values that the graph still makes; where nothing was fused, what was refused."""
+        """Full-vocabulary values that the graph still stores; where nothing was fused, what was refused."""
         if self.operators:
-            return self.wide_after
+            return self.stored
         return len(self.rejections) if self.has_vocabulary else 0
 
 
 SUMS = (
     "wide_before",
     "wide_after",
+    "stored",
     "saved_bytes_before",
     "saved_bytes_after",
     "collectives_before",
@@ -160,8 +162,9 @@ class Report:
 
         Args:
             min_fused: fewest fused operators in all graphs.
-            max_full_vocabulary: most full-vocabulary values that may be left, the gradient of the logits aside. What a
-                graph that was refused would still make is counted by its refusals.
+            max_full_vocabulary: most full-vocabulary values that may be stored, the logits and their gradient aside;
+                logits of a matmul that are more than a chunk, and whole, count. What a graph that was refused would
+                still make is counted by its refusals.
             in_place: whether every gradient is written over the logits, in every call so far where that is decided at
                 run time; None: it does not matter.
             graph_breaks: most places where Dynamo may split the function.
@@ -184,7 +187,7 @@ class Report:
             yield f"at least {min_fused} fused operators, got {self.fused}"
         left = sum(g.full_vocabulary_left for g in self.graphs)
         if left > max_full_vocabulary:
-            yield f"at most {max_full_vocabulary} full-vocabulary values left, got {left}"
+            yield f"at most {max_full_vocabulary} full-vocabulary values stored, got {left}"
         if unknown := sum(g.unknown for g in self.graphs):
             yield f"no graph from torch's compile cache of which nothing is known, got {unknown}"
         if len(self.breaks) > graph_breaks:

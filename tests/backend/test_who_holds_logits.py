@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import set_eval_frame
 
 import slime_compile
-from slime_compile.ops import holders
+from slime_compile.ops import held_by, holders, operators
 from slime_compile.ops.held_by import variables
 from tests.support.held import (
     ROWS,
@@ -239,6 +240,84 @@ def test_the_remedy_names_the_variable() -> None:
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
     assert "`alias` in test_the_remedy" in placement.reason
     assert alias.shape == (ROWS, VOCAB)
+
+
+def reason_of(fn: Callable[[Tensor], Tensor], logits: list[Any]) -> str:
+    """After one more call, on the only one of `logits`, which it takes out."""
+    fn(logits.pop()).backward(UPSTREAM)
+    (placement,) = slime_compile.reports()[-1].graphs[0].placements
+    return placement.reason
+
+
+def test_the_variable_is_of_the_latest_call_or_none_is_named() -> None:
+    torch._dynamo.reset()
+    fn = compiled(lambda logits: log_probs(logits) * 0.25, inner="aot_eager")
+    said = []
+    for _ in range(4):
+        first = leaf() * 1
+        said.append(reason_of(fn, [first]))
+    assert ["`first`" in each for each in said] == [True, True, False, True]
+    assert said[2] == "Python holds them"
+    del first
+    beside = leaf() * 1
+    assert reason_of(fn, [beside]) == "Python holds them", "not the variable of call 4"
+    assert beside.shape == (ROWS, VOCAB)
+
+
+DEEP: dict[str, Callable[[Tensor], Any]] = {
+    "`kept.logits` in": lambda logits: SimpleNamespace(logits=logits),
+    "`kept.last['logits']` in": lambda logits: SimpleNamespace(last={"logits": logits}),
+    "`kept[0]['logits']` in": lambda logits: [{"logits": logits}],
+    "": lambda logits: [[[{"logits": logits}]]],
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_contains_the_logits(name: str) -> None:
+    """Two levels deep; what is deeper has no name, and is not called a closure for a cell of the backend's."""
+    logits = leaf() * 1
+    kept = DEEP[name](logits)
+    given = [logits]
+    del logits
+    torch._dynamo.reset()
+    scale = 2.0 + len(name)  # a graph of its own, whose first call this is
+    said = reason_of(compiled(lambda x: log_probs(x) * scale, inner="aot_eager"), given)
+    assert said.startswith(f"Python holds them ({name}" if name else "Python holds them")
+    assert "closure" not in said
+    assert kept is not None
+
+
+def test_a_closure_of_the_users_is_named() -> None:
+    logits = leaf() * 1
+
+    def read() -> Tensor:
+        return logits
+
+    (said,) = held_by._suspended(logits)
+    line = read.__code__.co_firstlineno
+    assert said == f"`logits` in the closure read (test_who_holds_logits.py:{line})"
+
+
+def test_a_hook_that_closes_over_the_logits() -> None:
+    torch._dynamo.reset()
+    fn = compiled(lambda x: log_probs(x) * 3, inner="aot_eager")
+    logits = leaf() * 1
+    out = fn(logits)
+    out.register_hook(lambda grad: grad * logits.isfinite().all())
+    out.backward(UPSTREAM)
+    (placement,) = slime_compile.reports()[-1].graphs[0].placements
+    assert placement.reason.startswith("Python holds them (`logits` in test_a_hook")
+
+
+def test_looking_for_a_name_never_fails_a_step(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: Tensor) -> list[str]:
+        raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
+
+    monkeypatch.setattr(operators, "variables", fails)
+    torch._dynamo.reset()
+    again = compiled(lambda x: log_probs(x) * 4, inner="aot_eager")
+    assert reason_of(again, [kept := leaf() * 1]) == "Python holds them"
+    assert kept.shape == (ROWS, VOCAB)
 
 
 def test_a_models_output_is_a_dictionary() -> None:

@@ -27,6 +27,7 @@ KEYS = {
     "wide_after",
     "saved_bytes_before",
     "saved_bytes_after",
+    "stored",
     "collectives_before",
     "collectives_after",
     "chunked_heads",
@@ -303,17 +304,19 @@ def refused(logits: Tensor, target: Tensor) -> Tensor:
 
 def test_what_is_left_of_the_vocabulary_is_no_fused_loss() -> None:
     report = explain(half_fused)(*data())
-    left = report.graphs[0].wide_after
+    left = report.graphs[0].stored
     assert report.fused == 1
     assert left > 0
-    with pytest.raises(AssertionError, match=f"at most 0 full-vocabulary values left, got {left}"):
+    with pytest.raises(
+        AssertionError, match=f"at most 0 full-vocabulary values stored, got {left}"
+    ):
         report.assert_fused()
     report.assert_fused(max_full_vocabulary=left)
 
 
 BESIDE: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "nothing": (lambda logits: logits.sum(), 0),
-    "sorted": (lambda logits: logits.sort(-1).values[:, :5].sum(), 3),  # values, numbers, gradient
+    "sorted": (lambda logits: logits.sort(-1).values[:, :5].sum(), 2),  # values and numbers
     "largest": (lambda logits: logits.topk(5).values.sum(), 0),
     "summed up": (lambda logits: logits.cumsum(-1).cos().sum(), 3),
 }
@@ -326,15 +329,75 @@ def test_what_is_made_of_the_logits_themselves_is_left(
 ) -> None:
     report = explain(lambda logits, target: log_probs(logits, target).sum() + more(logits))(*data())
     assert report.graphs[0].operators > 0
-    found = report.graphs[0].wide_after
+    found = report.graphs[0].stored
     assert found >= left
     if left:
-        with pytest.raises(AssertionError, match=f"full-vocabulary values left, got {found}"):
+        with pytest.raises(AssertionError, match=f"full-vocabulary values stored, got {found}"):
             report.assert_fused()
         assert report.graphs[0].rejections, "what is left has a reason"
     else:
         report.assert_fused()
         assert report.graphs[0].rejections == (), "nothing is left as it was"
+
+
+def sum_of_squares(logits: Tensor, target: Tensor) -> Tensor:
+    return log_probs(logits, target).mean() + 1e-4 * logits.square().sum()
+
+
+def gradient_in_forward(logits: Tensor, target: Tensor) -> Tensor:
+    """What `grad_and_value` makes is read by arithmetic alone."""
+    own = torch.func.grad_and_value(lambda x: log_probs(x, target).mean())
+    gradient, value = own(logits)
+    return value + (gradient * logits).square().sum()
+
+
+@pytest.mark.parametrize("loss", [sum_of_squares, gradient_in_forward])
+def test_what_is_part_of_a_kernel_is_not_left(loss: Callable[..., Tensor]) -> None:
+    """The program still makes values as wide as the logits; none of them is in memory."""
+    report = explain(loss, strict=True)(*data())
+    assert report.graphs[0].wide_after > 0
+    assert report.graphs[0].stored == 0
+    assert "(0 stored)" in str(report)
+    report.assert_fused()
+
+
+LARGE = 4096, 4096  # 64 MiB of logits: more than one chunk
+
+
+def a_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return log_probs(hidden @ weight.t(), target).mean()
+
+
+def a_head_that_is_returned(
+    hidden: Tensor, weight: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.t()
+    return log_probs(logits, target).mean(), logits.detach()
+
+
+def test_logits_that_are_whole_are_stored() -> None:
+    rows, vocab = LARGE
+    with torch._subclasses.FakeTensorMode():
+        hidden, weight = torch.randn(rows, 8), torch.randn(vocab, 8, requires_grad=True)
+        target = torch.zeros(rows, dtype=torch.long)
+    explain(a_head)(hidden, weight, target).assert_fused()
+    whole = explain(a_head_that_is_returned)(hidden, weight, target)
+    assert whole.graphs[0].wide_after == 0
+    with pytest.raises(AssertionError, match="full-vocabulary values stored, got 1"):
+        whole.assert_fused()
+    explain(a_head_that_is_returned, lm_head=False)(hidden, weight, target).assert_fused()
+
+
+def test_a_gradient_of_some_rows_beside_that_of_all_is_stored() -> None:
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        some = log_probs(logits[torch.tensor([0, 2, 5])] * 2, target[:3])
+        return log_probs(logits, target).mean() + some.exp().mean()
+
+    report = explain(loss)(*data())
+    assert report.graphs[0].wide_after == 0
+    assert report.graphs[0].stored == 1
+    with pytest.raises(AssertionError, match="full-vocabulary values stored, got 1"):
+        report.assert_fused()
 
 
 def test_what_logits_are_made_of_and_what_becomes_of_their_gradient_is_not_left() -> None:
@@ -355,7 +418,7 @@ def test_a_graph_break_is_no_fused_loss() -> None:
 
 def test_what_was_refused_counts_as_left() -> None:
     report = explain(refused)(*data())
-    with pytest.raises(AssertionError, match=r"at least 1 fused .* full-vocabulary values left"):
+    with pytest.raises(AssertionError, match=r"at least 1 fused .* full-vocabulary values stored"):
         report.assert_fused(graph_breaks=1)
 
 
