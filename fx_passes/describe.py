@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.backward import is_of_changed_input
 from fx_passes.graph.facts import byte_count, is_backward, is_float_tensor, is_wide, shape_of, value
 from fx_passes.graph.operators import MATMULS, VIEWS, under
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig, Fused, Outcome, Rejection
-from fx_passes.walk.gradient import adds_what_comes_in
+from fx_passes.walk.gradient import what_comes_in
 from fx_passes.walk.verdict import Verdict, looks_wide, used_by_user
 from fx_passes.walk.walk import Walk
 
@@ -49,9 +50,16 @@ def _fused(kind: str, origin: Node, node: Node) -> Fused:
 
 
 def gradients_that_come_in(walk: Walk) -> Iterator[str]:
-    """Logits that the function returns have a gradient of their own, as large as they are."""
+    """Logits that the caller may go on with have a gradient of their own, as large as they are."""
     for leaving in walk.account.leaving.values():
-        if adds_what_comes_in(leaving.form):
+        tangents = what_comes_in(leaving.form)
+        if any(is_of_changed_input(each) for each in tangents):
+            yield (
+                "the function changes these logits in place and the caller may go on with them, so a gradient for them "
+                "may come in, as large as they are; compute new ones (`logits / t`, not `logits.div_(t)`), and none is "
+                "made"
+            )
+        elif tangents:
             yield (
                 "the logits are an output of the compiled function, so a gradient for them may come in, as large as "
                 "they are; return them detached, or not at all, and none is made"

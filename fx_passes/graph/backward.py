@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward
 from fx_passes.graph.order import ancestors
-from fx_passes.torch_private import GradAOTOutput, TangentAOTInput
+from fx_passes.torch_private import GradAOTOutput, InputMutationAOTOutput, TangentAOTInput
 
 # NOTE [What belongs to backward]
 # Torch tags what it traces: `is_forward`, then `is_backward`, and where a change of an input has to stay
@@ -27,10 +27,19 @@ from fx_passes.torch_private import GradAOTOutput, TangentAOTInput
 
 
 def is_tangent(node: Node) -> bool:
+    return isinstance(_described(node), TangentAOTInput)
+
+
+def is_of_changed_input(tangent: Node) -> bool:
+    """The gradient of an input that forward has changed, with respect to what it is then."""
+    return isinstance(getattr(_described(tangent), "output", None), InputMutationAOTOutput)
+
+
+def _described(node: Node) -> Any:
     desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):  # a part of a DTensor
         desc = desc.base
-    return isinstance(desc, TangentAOTInput)
+    return desc
 
 
 def is_joint(graph: Graph) -> bool:

@@ -85,7 +85,13 @@ def _dtype_of_sum(form: Form, dtype: torch.dtype) -> torch.dtype:
 
 def adds_what_comes_in(form: Form) -> bool:
     """The function returns logits: what their gradient is added to, autograd hands in."""
-    return any(is_tangent(under(other, VIEWS)) for other, _ in form.others)
+    return bool(what_comes_in(form))
+
+
+def what_comes_in(form: Form) -> list[Node]:
+    """The tangents among what is added."""
+    added = (under(other, VIEWS) for other, _ in form.others)
+    return [node for node in added if is_tangent(node)]
 
 
 def with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:

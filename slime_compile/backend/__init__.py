@@ -41,6 +41,7 @@ from slime_compile.backend.passes import (
 from slime_compile.backend.registration import allow_again
 from slime_compile.backend.returned import with_own_gradient
 from slime_compile.report.process import keep
+from slime_compile.report.record import Record
 from slime_compile.torch_private import functorch_config
 
 __all__ = ["slime_fused"]
@@ -74,6 +75,17 @@ def slime_fused(
     if chosen.consume_logits is True:
         explain_errors()
     record = keep(new_record(gm, example_inputs, chosen))
+    with record.compiling():
+        return _compiled(gm, example_inputs, chosen, mode, record)
+
+
+def _compiled(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    chosen: Options,
+    mode: str | None,
+    record: Record,
+) -> Compiled:
     returned = prepare(gm, chosen, record)
 
     def compiled_by_inner() -> Compiled:

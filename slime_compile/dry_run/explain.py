@@ -58,7 +58,7 @@ class DryRun:
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Report:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        traced = torch.compile(with_own_code(fn), backend=self._backend, dynamic=False)
+        traced = torch.compile(with_own_code(fn), backend=self.slime_fused, dynamic=False)
         notes: tuple[str, ...] = ()
         with Watch() as watch, without_grad_warnings(), untouched(mode, fn, args, kwargs) as kept:
             self.kept = kept
@@ -77,18 +77,23 @@ class DryRun:
             notes=notes,
         )
 
-    def _backend(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors."""
+    def slime_fused(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors.
+
+        Dynamo's messages have the backend's name from this one.
+        """
         self.breaks += filter(None, [graph_break(gm)])
         record = new_record(gm, example_inputs, self.options)
         self.records.append(record)
-        returned = prepare(gm, self.options, record)
-        with functorch_config.patch(BACKWARD_WITH_FORWARD):
+        with record.compiling(), functorch_config.patch(BACKWARD_WITH_FORWARD):
+            returned = prepare(gm, self.options, record)
             compile_interpreted(gm, example_inputs, self.options, record, self.observe)
         run, kept = with_own_gradient(gm.forward, returned), self.kept
         return lambda *inputs: run(*kept.fake(inputs))
 
 
 def _ended(error: Exception) -> str:
-    cause = error.__cause__ or error
+    cause = (
+        getattr(error, "inner_exception", None) or error.__cause__ or error
+    )  # under the backend's name
     return f"the dry run ended here, what follows is not in this report: {type(cause).__name__}: {summary(str(cause))}"

@@ -89,7 +89,7 @@ def graph_break(gm: GraphModule) -> Frame | None:
         return None
     place = reason.user_stack[-1] if reason.user_stack else None
     return Frame.found(
-        place.name if place else "a frame",
+        function_of(place.name) if place else "a frame",
         f"{place.filename}:{place.lineno}" if place else "",
         summary(str(reason.reason)),
     )

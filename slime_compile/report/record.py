@@ -12,12 +12,13 @@ are those of this process: a region says at which node of Dynamo's graph each of
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.fx import Graph
@@ -51,6 +52,7 @@ class Record:
         grad_in_forward: forward takes a gradient with respect to an lm_head's operands.
         training: a graph of it has a backward part.
         abandoned: the fused graph could not be compiled; the passes leave it alone.
+        raised: what ended the compilation, if anything did.
         cached_as: the identities under which its code counts its calls.
     """
 
@@ -78,6 +80,7 @@ class Record:
         self.grad_in_forward = False
         self.training = False
         self.abandoned = False
+        self.raised = ""
         self.called = False
         self.cached_as = {identity}
         self._parts: list[GraphReport] = []
@@ -159,6 +162,10 @@ class Record:
         return urllib.parse.quote(text, safe="{}[]:,/ ")
 
     def result(self) -> GraphReport:
+        if self.raised:
+            wide = self.has_vocabulary
+            note = f"the compilation of this graph raised, and nothing of it runs: {self.raised}"
+            return GraphReport(self.name, notes=(note,), has_vocabulary=wide, raised=True)
         if self.traced:
             parts = list(self._parts)
             if self._failures:
@@ -222,9 +229,20 @@ class Record:
         lists = {name: moved(graph[name]) for name in ("values", "rejections")}
         return {**region, "graph": {**graph, **lists}}
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Notes what the compilation raises, which goes on to Dynamo."""
+        try:
+            yield
+        except Exception as error:
+            reason, *_ = str(error).strip().splitlines() or [""]
+            self.raised = f"{type(error).__name__}: {reason}"
+            self.publish()
+            raise
+
     def publish(self) -> None:
         """To the log (TORCH_LOGS="slime_compile"), and as an artifact for tlparse; once code from a cache has run."""
-        if not self.traced and not self.called:
+        if not (self.traced or self.called or self.raised):
             return
         result = Report((self.result(),), breaks=tuple(filter(None, [self.ended_by])))
         log.info("%s", result)

@@ -1,6 +1,7 @@
 """A report's dict as text that a person reads and pastes into an issue; tables by `tabulate` where it is installed."""
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +30,12 @@ def _headline(report: Fields) -> str:
     if not graphs and report["other_graphs"]:
         return "slime_fused: 0 fused operators; the logits are in no graph"
     if not graphs:
-        everything = ", everything runs in Python" if report["python_frames"] else ""
-        return f"slime_fused: no graph at all{everything}"
+        frames = len(report["python_frames"])
+        runs = f"; {frames} frame{' runs' if frames == 1 else 's run'} in Python" if frames else ""
+        return f"slime_fused: no graph{runs}"
     count = f"{len(graphs)} graph" + ("" if len(graphs) == 1 else "s")
     said = f"slime_fused: {report['fused']} fused operators in {count}"
-    if not any(g["has_vocabulary"] or g["cached"] for g in graphs):
+    if not any(g["has_vocabulary"] or g["cached"] or g["raised"] for g in graphs):
         said += "; the logits are in no graph"
     return said
 
@@ -42,7 +44,15 @@ def _title(graph: Fields) -> str:
     kind = "training" if graph["training"] else "inference"
     if graph["cached"]:
         kind = "from torch's compile cache" + (f"; {kind}" if graph["values"] else "")
-    return f"{graph['name']}, {kind}, {graph['operators']} fused operators"
+    if graph["raised"]:
+        return f"{_named(graph['name'])}, not compiled"
+    return f"{_named(graph['name'])}, {kind}, {graph['operators']} fused operators"
+
+
+def _named(frame: str) -> str:
+    """What Dynamo names after the function that it is the rest of, after a graph break."""
+    rest = re.match(r"torch_dynamo_resume_in_(.+)_at_(\d+) (.*)", frame)
+    return f"{rest[1]} {rest[3]} from line {rest[2]} on" if rest else frame
 
 
 def _graph(graph: Fields) -> list[str]:
@@ -70,7 +80,7 @@ def _graph(graph: Fields) -> list[str]:
     if graph["rejections"]:
         refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
         lines += _indented(table(("left as it was, because", "node", "at"), refused))
-    if not graph["has_vocabulary"] and not graph["failed"]:
+    if not (graph["has_vocabulary"] or graph["failed"] or graph["raised"]):
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
 

@@ -64,7 +64,8 @@ class Placement:
 class GraphReport:
     """One graph. Bytes and shapes may be symbolic; `saved_bytes_*` are then those of the sizes it was traced with.
 
-    Of an `unknown` one, from torch's compile cache, nothing says what was fused or left.
+    Of an `unknown` one, from torch's compile cache, nothing says what was fused or left. The compilation of one that
+    `raised` has ended: Dynamo runs that code in Python, or makes other graphs of it.
     """
 
     name: str
@@ -86,12 +87,14 @@ class GraphReport:
     cached: bool = False
     failed: bool = False
     unknown: bool = False
+    raised: bool = False
 
     @property
     def about_a_vocabulary(self) -> bool:
         """Something was fused, refused, or not even tried; many graphs are wide without a softmax over a vocabulary."""
         refused = self.has_vocabulary and self.rejections
-        return bool(self.operators or self.failed or refused or self.unknown)
+        raised = self.has_vocabulary and self.raised
+        return bool(self.operators or self.failed or refused or self.unknown or raised)
 
     @property
     def full_vocabulary_left(self) -> int:
@@ -194,8 +197,7 @@ class Report:
             yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
         if self.python_frames:
             yield f"no frame left to Python, got {len(self.python_frames)}"
-        if failed := sum(g.failed for g in self.graphs):
-            yield f"no pass that fails, got {failed}"
+        yield from self._failures()
         if in_place is not None:
             placed = [p.in_place for g in self.graphs for p in g.placements]
             if not placed and not any(g.chunked_heads for g in self.graphs):
@@ -213,6 +215,12 @@ class Report:
                         else ""
                     )
                 )
+
+    def _failures(self) -> Iterator[str]:
+        if failed := sum(g.failed for g in self.graphs):
+            yield f"no pass that fails, got {failed}"
+        if raised := sum(g.raised and g.has_vocabulary for g in self.graphs):
+            yield f"no graph that cannot be compiled, got {raised}"
 
     def __str__(self) -> str:
         return text.render(self.to_dict())

@@ -137,7 +137,7 @@ def test_frames_left_to_python() -> None:
     report = explain(lost)(*data())
     assert report.graphs == ()
     assert [(f.name, f.source) for f in report.python_frames] == [("lost", line_of(lost, 3))]
-    assert "no graph at all, everything runs in Python" in str(report)
+    assert "slime_fused: no graph; 1 frame runs in Python" in str(report)
     with pytest.raises(AssertionError, match="left to Python"):
         report.assert_fused()
 
@@ -279,7 +279,7 @@ def test_dynamic_sizes() -> None:
 
 
 def test_a_report_of_nothing_is_not_empty() -> None:
-    assert str(Report()) == "slime_fused: no graph at all"
+    assert str(Report()) == "slime_fused: no graph"
     assert "0 fused operators" in str(Report((GraphReport("loss"),)))
 
 
@@ -607,6 +607,52 @@ def test_a_failed_pass_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None
     report = explain(log_probs)(*data())
     with pytest.raises(AssertionError, match="no pass that fails, got 1"):
         report.assert_fused(0)
+
+
+def chosen_by_a_mask(logits: Tensor, target: Tensor) -> Tensor:
+    """A size that depends on data, which the backend's tracing refuses after Dynamo has let it pass (SAPO)."""
+    values = log_probs(logits, target)
+    loss = torch.zeros_like(values)
+    mask = target >= 0
+    loss[mask] = values[mask] * 2
+    return loss.mean()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_a_graph_whose_compilation_raised_is_none_from_a_cache() -> None:
+    torch._dynamo.reset()
+    known = len(slime_compile.reports())
+    compiled = torch.compile(chosen_by_a_mask, backend="slime_fused", options=INTERPRETED)
+    compiled(*data())
+    said = [str(each) for each in slime_compile.reports()[known:]]
+    raised = [
+        each for report in slime_compile.reports()[known:] for each in report.graphs if each.raised
+    ]
+    assert raised
+    assert "DynamicOutputShapeException" in raised[0].notes[0]
+    assert not any("from torch's compile cache" in each for each in said)
+    assert not any("everything runs in Python" in each for each in said)
+    assert any("from line" in each and "not compiled" in each for each in said)
+    assert any("slime_fused: no graph; 1 frame runs in Python" in each for each in said)
+    assert slime_compile.reports()[known].fused == 2
+
+
+def test_a_graph_that_cannot_be_compiled_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise ZeroDivisionError("the test's own")
+
+    monkeypatch.setattr("slime_compile.dry_run.explain.prepare", fails)
+    report = explain(log_probs)(*data())
+    assert report.notes[0].endswith("ZeroDivisionError: the test's own")
+    assert "the test's own" in report.graphs[0].notes[0]
+    with pytest.raises(AssertionError, match="no graph that cannot be compiled, got 1"):
+        report.assert_fused(0)
+
+
+def test_logits_that_are_changed_in_place_are_not_returned() -> None:
+    report = explain(lambda x, t: log_probs(x.div_(0.7), t))(*data())
+    assert "the logits are an output" not in str(report)
+    assert "the function changes these logits in place and the caller may go on" in str(report)
 
 
 # ---- where reports are printed ------------------------------------------------------------------------------------
