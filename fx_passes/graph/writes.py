@@ -72,8 +72,11 @@ class Writes:
     def change(self, nodes: Iterable[Node], memory: Set[int]) -> bool:
         """Whether one of `nodes` may write to `memory`, or hook the gradient of what lies there."""
         self._run_all()
-        written: Memory = frozenset().union(*(self._of(each).written for each in nodes))
-        return self._unknowable or not written.isdisjoint(memory)
+        return self._unknowable or any(self.written(each) & memory for each in nodes)
+
+    def written(self, node: Node) -> Memory:
+        """What it may write to, where the graph's fake values say what shares memory at all."""
+        return self._of(node).written
 
     def memory(self, nodes: Iterable[object]) -> Memory:
         """Where the values of `nodes` lie, or may lie."""

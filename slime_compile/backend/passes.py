@@ -37,6 +37,7 @@ from fx_passes.writable import give_writable
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.options import Options
+from slime_compile.deferred.changed import check_changes
 from slime_compile.ops import native, reference
 from slime_compile.report.record import Record, describe
 from slime_compile.report.values import Placement
@@ -70,7 +71,11 @@ def prepare(gm: GraphModule, options: Options, record: Record) -> Returned:
 
     Returns:
         Which of its outputs get their gradient from who calls it.
+
+    Raises:
+        RuntimeError: it changes deferred logits in a way that no other reader of them would see.
     """
+    check_changes(gm)
     drop_unread_outputs(gm)
     for node in keep_eager_gradients(gm):
         where = source_of(node) or node.name

@@ -6,6 +6,7 @@
     logits       DeferredLogits: what behaves as the tensor, outside of a compiled function and inside
     methods      which of a tensor's methods leave them as they are
     expressions  what it stands for: a product, and what was done since
+    changed      changes in place that a compiled function would lose
     pytree       where DDP and FSDP look for tensors
     autograd_functions, frames   what Dynamo and autograd would get wrong in silence
     places       the user's lines at which the logits were made after all

@@ -227,7 +227,7 @@ class DeferredLogits:
                 _check_differentiated(each)
         if func in FUNCTIONS and args and isinstance(args[0], cls) and "out" not in given:
             return args[0]._apply(FUNCTIONS[func], args[1:], given)
-        if torch.compiler.is_compiling() and changes(func, given):
+        if torch.compiler.is_compiling() and changes(func, args, given):
             raise RuntimeError(
                 "in a compiled function deferred logits must not be given to a function that changes what it is given; "
                 "call the one that returns a new value"

@@ -5,7 +5,8 @@ An operator more that stays deferred is a name in `STAYS`; it must be the same o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +60,32 @@ def is_change(name: str) -> bool:
 FUNCTIONS: dict[Any, str] = {
     getattr(torch, name): name for name in sorted(STAYS) if hasattr(torch, name)
 }
-CHANGES = frozenset(
-    getattr(torch, name)
-    for name in dir(torch)
-    if is_change(name) and name[0] != "_" and not name.startswith("resize")
-)
+_AUGMENTED = {f"__i{name}__" for name in (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
+)} | {"__setitem__"}  # fmt: skip
 
 
-def changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    out, inplace = kwargs.get("out"), kwargs.get("inplace")
-    return func in CHANGES or out is not None or bool(inplace)
+def changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes to an argument: by its schema, by its flag, or by torch's names."""
+    place = _place_of_flag(func)
+    flag = args[place] if 0 <= place < len(args) else kwargs.get("inplace")
+    return _is_change(func) or kwargs.get("out") is not None or bool(flag)
+
+
+@torch.compiler.assume_constant_result
+def _is_change(func: Any) -> bool:
+    """Of an operator in any overload that has no `out`."""
+    if isinstance(func, torch._ops.OpOverload):
+        return bool(func._schema.is_mutable)
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        every = (getattr(func, name)._schema for name in func.overloads())
+        return any(s.is_mutable and not any(a.is_out for a in s.arguments) for s in every)
+    name = getattr(func, "__name__", "")
+    return is_change(name) or name in _AUGMENTED
+
+
+@torch.compiler.assume_constant_result
+def _place_of_flag(func: Any) -> int:
+    """That of the parameter `inplace` of a function in Python; -1 where it has none."""
+    names = [*inspect.signature(func).parameters] if inspect.isfunction(func) else []
+    return names.index("inplace") if "inplace" in names else -1

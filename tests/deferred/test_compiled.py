@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -304,6 +305,12 @@ def test_a_step_that_changes_other_weights(on_the_way: str, whole: bool, tokens:
 
 
 CHANGES: list[Callable[[Any], Any]] = [
+    lambda x: F.relu(x, True),
+    lambda x: F.leaky_relu(x, 0.1, True),
+    lambda x: nn.Hardtanh(-0.1, 0.1, inplace=True)(x),
+    lambda x: torch.ops.aten.mul_(x, 2),
+    lambda x: torch.ops.aten.mul_.Tensor(x, torch.tensor(2.0)),
+    lambda x: torch._foreach_mul_([x], 2),
     lambda x: torch.relu_(x),
     lambda x: F.relu(x, inplace=True),
     lambda x: nn.init.zeros_(x),
@@ -334,6 +341,51 @@ def test_changes_in_place_are_made_or_refused(change: Callable[[Any], Any], toke
     except (torch._dynamo.exc.Unsupported, RuntimeError):
         return  # the message is Dynamo's where it does not ask us
     same(found, want)
+
+
+LOST: dict[str, Callable[[Any], Any]] = {
+    "a tensor's method": lambda x: torch.Tensor.mul_(x, 2),
+    "clamp": lambda x: torch.Tensor.clamp_(x, 0),
+    "an operator": lambda x: torch.Tensor.__imul__(x, 2),
+    "an item": lambda x: torch.Tensor.__setitem__(x, 0, 0.0),
+    "data": lambda x: x.data.mul_(2),
+    "a view": lambda x: x.permute(1, 0, 2).mul_(2),
+    "a view by a function": lambda x: F.relu(torch.Tensor.view(x, -1, VOCAB), True),
+    "another view": lambda x: x[0].diagonal().mul_(2),
+    "the tensor": lambda x: x.tensor().mul_(2),
+    "the tensor of what is made of them": lambda x: (x / 2).tensor().mul_(2) + (x / 2),
+}
+
+
+@pytest.mark.parametrize("change", LOST)
+def test_changes_that_would_be_lost_are_refused(change: str, tokens: Tensor) -> None:
+    def function(logits: Any) -> Tensor:
+        LOST[change](logits)
+        return logits.square().sum()
+
+    model = Model()
+    defer_logits(model)
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        compiled(function)(model(tokens))
+    assert "deferred logits must not be" in str(caught.value) or "DeferredLogits" in str(
+        caught.value
+    )
+
+
+def test_a_tensor_that_is_asked_for_may_be_changed(tokens: Tensor) -> None:
+    def changing(logits: Tensor) -> Tensor:
+        logits.sub_(logits.detach().amax(-1, keepdim=True))
+        return F.relu(logits * 1, True).sum() + logits.exp().sum(-1).log().sum()
+
+    def asking(logits: Any) -> Tensor:
+        return changing(logits.tensor())
+
+    model = Model()
+    want = gradients(model, lambda: changing(model(tokens) * 1))
+    defer_logits(model)
+    for function in map(compiled, (asking, with_tensors(changing))):
+        torch._dynamo.reset()
+        same(gradients(model, functools.partial(lambda call: call(model(tokens)), function)), want)
 
 
 def _temperature(x: Any) -> Any:

@@ -144,10 +144,7 @@ def test_in_float64(name: str) -> None:
     """As the program asks: 2 ** 24 + 35 is no number of float32."""
 
     def loss(x: Tensor, rows: Tensor) -> Tensor:
-        return (
-            getattr(x[rows], name)(dtype=torch.float64)
-            + 0 * x.logsumexp(-1).sum()
-        )
+        return getattr(x[rows], name)(dtype=torch.float64) + 0 * x.logsumexp(-1).sum()
 
     x = torch.ones(5, VOCAB)
     x[:, 0], x[:, 1] = 2**24, 0
