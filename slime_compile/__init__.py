@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from slime_compile.version import __version__
 
 if TYPE_CHECKING:
+    from slime_compile import integrations as integrations
     from slime_compile.deferred.handle import DeferHandle, defer_logits
     from slime_compile.deferred.logits import DeferredLogits, with_tensors
     from slime_compile.dry_run.estimate import Estimate, estimate_peak
@@ -131,14 +132,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "integrations":
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to which any name would be one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name == "integrations":
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,8 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -38,6 +40,7 @@ INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
 
 _ENVIRONMENT = ("SLIME_", "TORCH_LOGS", "TORCH_TRACE", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_")
 _SWITCHED_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+_LEAST_FREE_MIB = 256
 _ROWS, _VOCAB = 5, 2051  # no multiple of a vector, more than one tile
 
 
@@ -189,6 +192,8 @@ def _caches() -> Iterator[Finding]:
     yield Finding(
         "ok" if writable else "FAIL", "cache", folder + ("" if writable else " is not writable")
     )
+    for place in dict.fromkeys((folder, tempfile.gettempdir())):
+        yield from _space(place)
     for name, config in (
         ("fx_graph_cache", inductor_config),
         ("enable_autograd_cache", functorch_config),
@@ -199,6 +204,14 @@ def _caches() -> Iterator[Finding]:
         yield Finding(
             "note", "in place", "donated_buffer is off: gradients are not written over the logits"
         )
+
+
+def _space(folder: str) -> Iterator[Finding]:
+    """Inductor fails with "No space left on device" in the middle of a compilation."""
+    free = shutil.disk_usage(folder).free / 2**20
+    status: Status = "ok" if free >= _LEAST_FREE_MIB else "FAIL"
+    needed = "" if status == "ok" else f"; compiling needs {_LEAST_FREE_MIB} MiB"
+    yield Finding(status, "free space", f"{free:,.0f} MiB in {folder}{needed}")
 
 
 # ---- what computes ------------------------------------------------------------------------------------------------

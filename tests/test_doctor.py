@@ -4,6 +4,7 @@ import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_versions(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert [status] == [f.status for f in module._version(package) if text in f.detail]
+
+
+def test_no_space_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    assert "1 MiB in " in failures(module._caches)
+    assert "compiling needs 256 MiB" in failures(module._caches)
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What `import slime_compile` offers: everything public, nothing imported before it is used."""
 
 import importlib
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -65,6 +66,17 @@ def test_functions_of_the_loss_path_are_public() -> None:
 def test_the_package_imports_nothing() -> None:
     code = "import sys, slime_compile; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.thorough
+def test_a_name_that_is_not_there_is_a_type_error() -> None:
+    api = pytest.importorskip("mypy.api")
+    code = "import slime_compile\nslime_compile.explain\nslime_compile.integrations\nslime_compile.expalin"
+    quiet = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    said, _, status = api.run(["-c", code, f"--cache-dir={os.devnull}", *quiet])
+    assert status == 1
+    assert said.count("error:") == 1
+    assert '"expalin"' in said
 
 
 @pytest.mark.thorough

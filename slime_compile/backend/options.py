@@ -155,7 +155,13 @@ def _valid(name: str) -> Any:
 
 def _checked(name: str, value: Any, shown: str) -> Any:
     if name not in known_options():
-        meant = _meant(name, {each: each for each in known_options()} | _inductor_names())
+        if name == "options":
+            raise RuntimeError(
+                "Options are keyword arguments here, as in explain(fn, consume_logits=True): got options=..."
+            )
+        prefix = ENVIRONMENT_PREFIX if shown.startswith(ENVIRONMENT_PREFIX) else ""
+        written = {each: prefix + each.upper() if prefix else each for each in known_options()}
+        meant = _meant(name, written if prefix else written | _inductor_names())
         raise RuntimeError(f"Unexpected option {shown}, {meant}known options are {_known_text()}")
     valid = _valid(name)
     if isinstance(valid, tuple):
@@ -180,8 +186,24 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for variable, text in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            chosen[name] = _checked(name, _parsed(name, text), variable)
+            value = _parsed(name, text)
+            _check_word(name, value, variable)
+            chosen[name] = _checked(name, value, variable)
     return chosen
+
+
+def _check_word(name: str, value: Any, variable: str) -> None:
+    """Of an option that is a switch, among other words or not."""
+    if name not in known_options() or not isinstance(value, str):
+        return
+    valid = _valid(name)
+    words = [each for each in valid if isinstance(each, str)] if isinstance(valid, tuple) else []
+    switch = valid is bool or (isinstance(valid, tuple) and True in valid)
+    if switch and value not in words:
+        allowed = ", ".join([*words, *_SWITCHES])
+        raise RuntimeError(
+            f"Unexpected value of option {variable}, got {value!r} should be one of {allowed}"
+        )
 
 
 def _parsed(name: str, text: str) -> Any:

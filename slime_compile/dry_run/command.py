@@ -13,6 +13,8 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -38,7 +40,20 @@ DTYPES = {
 
 _TENSOR = re.compile(r"(grad:)?(\w+)\[([\d,]*)\]")
 
+_TENSOR_MEANT = re.compile(r"(grad:)?[a-z]+\d*\[.*")
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Refused(SystemExit):
+    """What was given is not what must hold; the exit status is 2."""
+
+    def __init__(self, message: str):
+        super().__init__(2)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--operators", action="store_true", help="what reaches the pass, not what it makes of it"
     )
+    parser.add_argument("--json", action="store_true", help="the report as one line of JSON")
     parser.add_argument(
         "--option",
         action="append",
@@ -64,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report, or the operators.
 
     Raises:
-        SystemExit: with what must hold, where the function, its inputs or an option cannot be read.
+        Refused: with what must hold, where the function, its inputs or an option cannot be read.
     """
     module, function = load(arguments.function)
     args, kwargs = (
@@ -74,9 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         Options.parse(options)
     except RuntimeError as error:
-        raise SystemExit(str(error)) from None
+        raise Refused(str(error)) from None
+    _check_fit(function, args, kwargs)
     if not arguments.operators:
-        print(explain(function, **options)(*args, **kwargs))
+        report = explain(function, **options)(*args, **kwargs)
+        if report.notes and not report.graphs:
+            raise Refused(
+                f"{arguments.function} cannot be called with these inputs: {report.notes[0]}"
+            )
+        print(json.dumps(report.to_dict()) if arguments.json else report)
         return 0
     found, report = operators(function, **options)(*args, **kwargs)
     print(render(found))
@@ -87,25 +109,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise Refused(f"the inputs must fit {name}{signature}: {error}") from None
+
+
 def load(place: str) -> tuple[Any, Callable[..., Any]]:
     """The module and the function of `FILE.py:FUNCTION` or `package.module:function`."""
     home, separator, name = place.rpartition(":")
     if not separator or not name:
-        raise SystemExit(f"the function must be given as FILE.py:FUNCTION, got {place!r}")
+        raise Refused(f"the function must be given as FILE.py:FUNCTION, got {place!r}")
     module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
-            raise SystemExit(f"{home} must define {name}, it has {_callables(module)}")
+            raise Refused(f"{home} must define {name}, it has {_callables(module)}")
         function = getattr(function, part)
     if not callable(function):
-        raise SystemExit(f"{place} must be a function or a module, got {type(function).__name__}")
+        raise Refused(f"{place} must be a function or a module, got {type(function).__name__}")
     return module, function
 
 
 def _file(path: Path) -> Any:
     if not path.exists():
-        raise SystemExit(f"there is no file {path}")
+        raise Refused(f"there is no file {path}")
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` does
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, path
@@ -125,7 +156,7 @@ def _callables(module: Any) -> list[str]:
 def _own_inputs(module: Any) -> Inputs:
     """What the file says: a tuple of arguments, or a pair of that and of keyword arguments."""
     if not hasattr(module, "example_inputs"):
-        raise SystemExit(
+        raise Refused(
             "the inputs must be given: define example_inputs() in the file, which returns a tuple of arguments, "
             'or say --inputs "grad:f32[1024,32000] i64[1024]"'
         )
@@ -135,7 +166,7 @@ def _own_inputs(module: Any) -> Inputs:
             return args, kwargs
         case tuple():
             return found, {}
-    raise SystemExit(
+    raise Refused(
         f"example_inputs() must return a tuple of arguments, or (tuple, dict), got {type(found).__name__}"
     )
 
@@ -156,11 +187,15 @@ def parse_inputs(text: str) -> Inputs:
 
 def _value(word: str) -> Any:
     found = _TENSOR.fullmatch(word)
+    if found is None and _TENSOR_MEANT.fullmatch(word):
+        raise Refused(
+            f"a tensor must be given as dtype[size,size,...], like f32[1024,32000], got {word!r}"
+        )
     if found is None:
         return _plain(word)
     grad, dtype, sizes = found.groups()
     if dtype not in DTYPES:
-        raise SystemExit(f"the dtype of {word!r} must be one of {', '.join(DTYPES)}")
+        raise Refused(f"the dtype of {word!r} must be one of {', '.join(DTYPES)}")
     shape = [int(size) for size in sizes.split(",") if size]
     return torch.empty(shape, dtype=DTYPES[dtype], requires_grad=bool(grad))
 
@@ -175,5 +210,5 @@ def _plain(word: str) -> Any:
 def _named(option: str) -> tuple[str, Any]:
     name, separator, value = option.partition("=")
     if not separator:
-        raise SystemExit(f"--option must be NAME=VALUE, got {option!r}")
+        raise Refused(f"--option must be NAME=VALUE, got {option!r}")
     return name, _plain(value)

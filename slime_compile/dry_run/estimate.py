@@ -26,7 +26,7 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.backend.returned import without_added
-from slime_compile.dry_run.own_code import with_own_code, without_grad_warnings
+from slime_compile.dry_run.own_code import check_callable, with_own_code, without_grad_warnings
 from slime_compile.dry_run.scratch import Scratch
 from slime_compile.dry_run.untouched import Untouched, untouched
 from slime_compile.dynamo.frames import Watch
@@ -89,6 +89,7 @@ def estimate_peak(
         ...     target = torch.empty(205_280, dtype=torch.int64)
         >>> print(slime_compile.estimate_peak(loss_fn, logits, target))
     """
+    check_callable(fn, "estimate_peak(fn, ...)")
     try:
         chosen = Options.parse(options)
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import BACKWARD_WITH_FORWARD, prepare
 from slime_compile.backend.returned import with_own_gradient
-from slime_compile.dry_run.own_code import with_own_code, without_grad_warnings
+from slime_compile.dry_run.own_code import check_callable, with_own_code, without_grad_warnings
 from slime_compile.dry_run.untouched import untouched
 from slime_compile.dynamo.frames import Frame, Watch, graph_break, summary, with_restarts
 from slime_compile.report.record import Record
@@ -35,10 +35,15 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
         fn: a function, method or module, compiled or not.
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
+    Raises:
+        TypeError: `fn` is no function but, say, what it returned.
+        RuntimeError: an unknown option.
+
     Example:
         >>> print(slime_compile.explain(loss_fn)(logits, target))
         >>> slime_compile.explain(loss_fn, consume_logits=True)(logits, target).assert_fused()
     """
+    check_callable(fn, "explain(fn)(...)")
     chosen = dataclasses.replace(Options.parse(options), check_ranks=False)
 
     def dry_run(*args: Any, **kwargs: Any) -> Report:

@@ -12,6 +12,14 @@ import torch
 from slime_compile.torch_private import innermost_fn
 
 
+def check_callable(fn: object, use: str) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"{use} must be given a function or a module, got {type(fn).__name__}: name the function there, and give "
+            "its arguments apart"
+        )
+
+
 @contextlib.contextmanager
 def without_grad_warnings() -> Iterator[None]:
     """Torch looks at `.grad` of every tensor that it fakes, leaf or not."""

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from slime_compile.dynamo.frames import (
     Frame,
@@ -37,6 +38,18 @@ def record(number: int) -> Record:
     return _records[number]
 
 
+class Reports(list[Report]):
+    """A list whose error says why it is empty."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, int) and not self:
+            raise IndexError(
+                "there is no report: this process has called no function that "
+                'torch.compile(backend="slime_fused") made'
+            )
+        return super().__getitem__(at)
+
+
 def reports() -> list[Report]:
     """What this process has compiled or loaded from torch's compile cache, oldest first.
 
@@ -54,7 +67,7 @@ def reports() -> list[Report]:
         ),
     ]
     every.sort(key=lambda timed: timed[0])
-    return list(_with_earlier_breaks((name, report) for _, name, report in every))
+    return Reports(_with_earlier_breaks((name, report) for _, name, report in every))
 
 
 def _with_earlier_breaks(ordered: Iterable[tuple[str, Report]]) -> Iterator[Report]:

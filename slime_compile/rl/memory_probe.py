@@ -33,6 +33,13 @@ _autograd: Any = torch.autograd  # what is used of it is not in its type stubs
 _logger = logging.getLogger(__name__)
 
 
+def _say(line: str) -> None:
+    if _logger.isEnabledFor(logging.INFO):
+        _logger.info(line)
+    else:
+        print(line, flush=True)
+
+
 @dataclass(frozen=True)
 class MemoryRecord:
     """What one step took. Sizes in bytes; None where the device does not tell.
@@ -104,7 +111,7 @@ def memory_probe(
     vocab: int | None = None,
     device: torch.device | str | None = None,
     enabled: bool | None = None,
-    log: Callable[[str], None] = _logger.info,
+    log: Callable[[str], None] = _say,
 ) -> Probe:
     """A context manager that logs the memory of what runs in it, also where that raises.
 
@@ -115,7 +122,7 @@ def memory_probe(
         device: whose memory; by default the current CUDA device, or the CPU without one.
         enabled: None asks the environment: on if `SLIME_MEM_PROBE` is set to anything but 0, false,
             no or off.
-        log: takes the line.
+        log: takes the line; the default logs it at INFO, or prints it where that is not logged.
 
     Returns:
         The probe; its `record` holds the numbers afterwards.

@@ -56,7 +56,13 @@ def test_environment_gives_defaults_and_the_user_wins() -> None:
     ("variable", "text", "message"),
     [
         ("SLIME_FUSED_BOGUS", "1", "Unexpected option SLIME_FUSED_BOGUS, known options are"),
-        ("SLIME_FUSED_STRICT", "maybe", "option SLIME_FUSED_STRICT, got str .'maybe'. should be"),
+        (
+            "SLIME_FUSED_STRICT",
+            "maybe",
+            "option SLIME_FUSED_STRICT, got 'maybe' should be one of 1, true, on, 0, false, off",
+        ),
+        ("SLIME_FUSED_CONSUME_LOGITS", "yes", "got 'yes' should be one of auto, 1, true, on, 0"),
+        ("SLIME_FUSED_MIN_VOCB", "1", "did you mean SLIME_FUSED_MIN_VOCAB"),
         ("SLIME_FUSED_MIN_VOCAB", "many", "option SLIME_FUSED_MIN_VOCAB, got str"),
         ("SLIME_FUSED_INNER", "eager", "option SLIME_FUSED_INNER, got 'eager' should be one of"),
     ],
@@ -104,4 +110,7 @@ except RuntimeError as error:
     print(error)
 """
     said = run_python(code, SLIME_FUSED_CONSUME_LOGIT="1")
-    assert "Unexpected option SLIME_FUSED_CONSUME_LOGIT, did you mean consume_logits?" in said
+    assert (
+        "Unexpected option SLIME_FUSED_CONSUME_LOGIT, did you mean SLIME_FUSED_CONSUME_LOGITS?"
+        in said
+    )

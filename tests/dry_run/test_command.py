@@ -1,10 +1,13 @@
 """`python -m slime_compile explain`: a file's function, its inputs from the file or the command line."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import slime_compile
 from slime_compile.__main__ import main
 from slime_compile.dry_run.command import parse_inputs
 from slime_compile.dry_run.operators import Operator, operators
@@ -55,6 +58,24 @@ def test_inputs_at_any_size(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "2 fused" in said(capsys, f"{file}:Losses.nested", "--inputs", "grad:f32[4,2000]")
 
 
+def test_json_and_version(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(said(capsys, f"{file}:loss_fn", "--json"))["fused"] == 2
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"slime_compile {slime_compile.__version__}\n"
+
+
+def test_what_a_function_returned_is_no_function() -> None:
+    value: Any = torch.zeros(())
+    with pytest.raises(TypeError, match=r"explain\(fn\).* function or a module, got Tensor"):
+        slime_compile.explain(value)
+    with pytest.raises(TypeError, match=r"estimate_peak\(fn, .* got Tensor"):
+        slime_compile.estimate_peak(value)
+    with pytest.raises(RuntimeError, match="Options are keyword arguments here"):
+        slime_compile.explain(torch.sin, options={"strict": True})
+
+
 def test_operators_that_reach_the_pass(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, f"{file}:loss_fn", "--operators")
     (row,) = (line.split() for line in text.splitlines() if line.startswith("aten.gather"))
@@ -92,12 +113,23 @@ def test_words() -> None:
         ("{file}:loss", (), r"must define loss, it has \['Losses', 'example_inputs', 'loss_fn'\]"),
         ("{file}:NUMBER", (), "must be a function or a module, got int"),
         ("{file}:loss_fn", ("--inputs", "f31[2]"), "the dtype of 'f31.2.' must be one of f64, f32"),
+        ("{file}:loss_fn", ("--inputs", "f32[2;3] i64[2]"), r"must be given as dtype\[size,size"),
+        (
+            "{file}:loss_fn",
+            ("--inputs", "f32[2,3]"),
+            r"must fit loss_fn\(logits, tokens, .*'tokens'",
+        ),
+        ("{file}:loss_fn", ("--inputs", "f32[4,2000] i64[5,2,3]"), "cannot be called with these"),
         ("{file}:loss_fn", ("--option", "strict"), "--option must be NAME=VALUE, got 'strict'"),
     ],
 )
-def test_errors(file: Path, place: str, more: tuple[str, ...], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
+def test_errors(
+    file: Path, place: str, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=message) as raised:
         main(["explain", place.format(file=file), *more])
+    assert raised.value.code == 2
+    assert str(raised.value) in capsys.readouterr().err
 
 
 def test_a_file_without_inputs(file: Path) -> None:

@@ -15,7 +15,7 @@ import fx_passes
 import slime_compile
 from slime_compile import Report, explain
 from slime_compile.dynamo import frames
-from slime_compile.report import text
+from slime_compile.report import process, text
 from slime_compile.report.values import GraphReport
 from tests.support.processes import run_python
 
@@ -276,6 +276,12 @@ def test_dynamic_sizes() -> None:
     (gradient,) = (v for v in report.graphs[0].values if v.kind == "gradient")
     assert re.fullmatch(r"\[s\d+, s\d+\]", gradient.shape)
     json.dumps(report.to_dict())
+
+
+def test_no_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process.Reports([Report()])[-1] == Report()
+    with pytest.raises(IndexError, match="there is no report: this process has called no function"):
+        process.Reports()[-1]
 
 
 def test_a_report_of_nothing_is_not_empty() -> None:

@@ -205,3 +205,9 @@ def test_probes_within_probes_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record_of(inner).peak_allocated == 250
     assert record_of(inner).allocated_before == 200
     assert re.search(r"memory inner on cuda:0: peak allocated 0.000 GiB", lines[0])
+
+
+def test_a_line_that_no_log_takes_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with memory_probe("a_step", enabled=True):
+        pass
+    assert "a_step" in capsys.readouterr().out
