@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra.forms import Form
+from fx_passes.algebra.forms import Form, Mask
 from fx_passes.collectives import Merged, merge
 from fx_passes.describe import (
     describe,
@@ -26,10 +26,11 @@ from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.changes import Changes, changes_of, keep_out_of_backward
 from fx_passes.graph.facts import is_backward, value
 from fx_passes.graph.operators import EXACT, is_elementwise
-from fx_passes.graph.order import computed, tidy
+from fx_passes.graph.order import computed, descendants, tidy
+from fx_passes.graph.per_row import exchanges, numbers_per_row
 from fx_passes.graph.recompute import recompute_elements
 from fx_passes.graph.returned import Returned
-from fx_passes.outcome import FuseConfig, Outcome, Rejection
+from fx_passes.outcome import CannotExchange, FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch
@@ -78,6 +79,10 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
     reason = mismatch(graph, trial, module, outcome.rounded_to)
     if reason is None:
         return _fuse(graph, config, fake_mode)
+    if outcome.collectives_before != outcome.collectives_after:
+        raise CannotExchange(
+            f"verify=True: {reason}; other ranks may not see that: give merge_collectives=False on all ranks"
+        )
     return Outcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
 
 
@@ -145,8 +150,8 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
 def _read_in_backward(walk: Walk) -> set[Node]:
     """Logits that forward changes and that something reads which forward does not need."""
     left = walk.context.changes.left
-    if not left:
-        return set()
+    if not left or any(map(exchanges, walk.graph.nodes)):
+        return set()  # a rank without a gradient cannot know: there backward reads a copy
     replacements = walk.account.replacements
     live = computed(walk.graph, replacements)
     late = live - computed(walk.graph, replacements, forward=True)
@@ -237,13 +242,26 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
         return node in wide or looks_wide(node, roots)
 
     emitter, config = walk.context.emitter, walk.context.config
-    merged = merge(graph, emitter.fake_mode, is_wide, config.merge_collectives)
+    columns = _with_columns(walk)
+    merged = merge(
+        graph,
+        emitter.fake_mode,
+        lambda node: node in columns and is_wide(node),
+        config.merge_collectives,
+    )
     if merged.before:
         tidy(graph)
     _leave_out_unread_statistics(graph)
     returned.keep_apart(emitter.fake_mode, lambda node: node in roots or is_wide(node))
     graph.lint()
     return merged
+
+
+def _with_columns(walk: Walk) -> set[Node]:
+    """What may be full-vocabulary, by how it is made: rows may be as many as there are columns."""
+    masks = {node for node, meaning in walk.context.values.items() if isinstance(meaning, Mask)}
+    made = descendants(walk.account.softmax_roots)
+    return (made | masks) - numbers_per_row(walk.graph)
 
 
 def _erase_exchanged(graph: Graph, replacements: Iterable[Node]) -> None:

@@ -29,6 +29,10 @@ class FuseConfig:
     merge_collectives: bool = True
 
 
+class CannotExchange(RuntimeError):
+    """This rank alone cannot exchange what the others do: going on would hang all of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fused:
     """One fused value: what it is ("statistics", "gradient", "log-prob", "entropy or expected value", ...), where the

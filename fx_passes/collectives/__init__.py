@@ -7,9 +7,30 @@ row values once, and every rank computes every rank's addends, and reduces them 
     all_reduce(f(own, earlier results))   ->   reduce_r f(gathered[r], earlier results)
 
 NOTE [The same on all ranks]
-What is merged, and the order of what is gathered, follows from the forward graph alone, never from a rank's data, from
-whether it needs gradients, or from what it compiled before. A row value or a number in f is another one on another
-rank: row values are gathered, and a number that the user wrote in f is a reason not to merge.
+What is merged, and the order of what is gathered, follows from how the forward graph is made. A row value or a number
+in f is another one on another rank: row values are gathered, and a number that the user wrote in f is a reason not to
+merge. What a rank alone has decides nothing (test_same_on_all_ranks.py compares ranks that differ in it):
+
+    columns of the shard, min_vocab   what ranks reduce over columns for an all-reduce is a vocabulary, however narrow
+                                      (`widths.py`); before autograd, where that is not seen, every matmul's width is
+    as many rows as columns           what is reduced over columns, and what is made of that in the same shape, is no
+                                      logits and is not as wide as them, whatever its sizes are (`graph/per_row.py`)
+    symbolic and static sizes         sizes are compared by their hints, and none decides but by the rows above
+    needs a gradient                  roots are judged by forward (`walk/verdict.py`); logits that forward changes stay
+                                      roots where ranks exchange, and backward reads a copy (`fuse._read_in_backward`)
+    save, consume_logits              say what backward reads, and whether it writes over it
+    chunk_mib, grad_in_forward,       move matmuls, row_stats and row_grad, after this pass, and no collective;
+    lm_head, rows worth a copy        a head that is shared or not, rows that are moved or not, send the same row values
+    inline_below                      makes formulas of operators, after partitioning
+    MAX_NODES, MAX_ROUNDS             count nodes and ranks
+    a pass after `fuse` that raises   is taken back alone: what `fuse` has settled stays (`backend/passes.py`)
+    an inner compiler that raises     is not tried again unfused: NOTE [Collectives and a second try]
+    verify                            raises `CannotExchange` for a mismatch: other ranks may not see it
+    one column, or none               raise `CannotExchange`: a column looks like a number per row
+
+Exceptions: ranks must have the same `merge_collectives`, which says how they exchange (`check_ranks=True` tells where
+they have not). A rank that runs the program in Python alone, or where `fuse` itself raises for its sizes, sends the
+program's own all-reduces. One that uses `merge_collectives=False` on all ranks depends on none of this.
 
 On a group of one rank an all-reduce is its operand.
 """

@@ -30,6 +30,7 @@ from fx_passes.graph.facts import (
 )
 from fx_passes.graph.operators import Target
 from fx_passes.graph.order import ancestors
+from fx_passes.graph.per_row import exchanges, numbers_per_row
 from fx_passes.outcome import FuseConfig
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
@@ -71,6 +72,8 @@ class Context:
         self.statistics = Statistics(self.roots, self.rows)
         self.beside_peaks: dict[tuple[Node, Poly, Poly], tuple[Poly, Poly]] = {}  # near.py
         self.shards = Shards()
+        # of ranks that exchange some each takes the same values for logits, whatever its sizes are
+        self.per_row = numbers_per_row(graph) if any(map(exchanges, graph.nodes)) else frozenset()
         self.values: dict[Node, Result] = {}
         self._free: set[Node] = set()
 
@@ -88,7 +91,7 @@ class Context:
         return meaning
 
     def _is_root(self, node: Node) -> bool:
-        if self.emitter.made(node) or node in self.changes.never:
+        if self.emitter.made(node) or node in self.changes.never or node in self.per_row:
             return False
         if self.only is not None and node not in self.only:
             return False

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, Node
 
-from fx_passes.graph.operators import is_collective
+from fx_passes.graph.operators import SAME_VALUE, is_collective
 from fx_passes.graph.order import ancestors
 from slime_compile.torch_private import distributed_c10d
+
+aten = torch.ops.aten
 
 TIMEOUT = timedelta(seconds=30)
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -88,7 +90,8 @@ def _compare(own: list[str], other: list[str], mine: int, rank: int, name: str, 
     shown = "\n".join(itertools.islice(lines, 40))
     raise RanksDisagree(
         f"the ranks of group {group} must run the same collectives in {name}; ranks {mine} and {rank} differ:\n{shown}\n"
-        "Give all ranks the same options and the same branches of the loss."
+        "Give all ranks the same options, above all merge_collectives, and the same branches of the loss; "
+        "merge_collectives=False on all ranks keeps the loss's own collectives. Shards may differ in width."
     )
 
 
@@ -97,14 +100,24 @@ def describe(graph: Graph, group: str) -> list[str]:
     own = [n for n in graph.nodes if is_collective(n) and n.args[-1] == group]
     wanted = {*own, *ancestors(own)}
     number: dict[Node, int] = {}
-    lines = []
+    lines: list[str] = []
     for node in graph.nodes:
-        if node in wanted and not isinstance(node.meta.get("val"), torch.SymInt):
-            number[node] = len(number)
+        if node not in wanted or isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        if _copies(node):
+            number[node] = number[node.all_input_nodes[0]]
+        else:
+            number[node] = len(lines)
             inputs = ", ".join(f"%{number[arg]}" for arg in node.all_input_nodes if arg in number)
             kind = node.target if node.op == "call_function" else node.op
             lines.append(f"%{number[node]} = {kind}({inputs}) {_type(node)}".rstrip())
     return lines
+
+
+def _copies(node: Node) -> bool:
+    """What a rank copies for its backward; `maximum` of a value and itself is a copy that inductor leaves in."""
+    twice = node.target is aten.maximum.default and node.args[0] is node.args[1]
+    return twice or node.target in SAME_VALUE
 
 
 def _type(node: Node) -> str:

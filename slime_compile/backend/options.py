@@ -36,7 +36,7 @@ class Options:
 
     Attributes:
         inner: who compiles what is left: "inductor", or "aot_eager" (no code generation, graphs run as they are).
-        min_vocab: smallest last dimension that is taken for a vocabulary.
+        min_vocab: smallest last dimension that is taken for a vocabulary; of shards any is that ranks reduce over.
         strict: raise an exception of the pass instead of compiling the graph unchanged.
         verify: run each region before and after on random data at compile time and refuse on a mismatch.
         save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
@@ -106,10 +106,10 @@ class Options:
         asked = self.consume_logits is True or self.save != "logits"
         return 0 if asked or self.inner != "inductor" else self.inline_below
 
-    def fuse_config(self) -> FuseConfig:
-        """The part that the fusing pass reads."""
+    def fuse_config(self, min_vocab: int) -> FuseConfig:
+        """The part that the fusing pass reads, over a graph with vocabularies of `min_vocab` or more."""
         return FuseConfig(
-            min_vocab=self.min_vocab,
+            min_vocab=min_vocab,
             save=self.save,
             verify=self.verify,
             merge_collectives=self.merge_collectives,

@@ -21,11 +21,13 @@ from torch.fx import Graph, GraphModule, Node
 import fx_passes
 from fx_passes import inlined, inplace
 from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.collectives.widths import least_before_autograd, least_vocabulary
 from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.graph.backward import is_joint
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import linear
+from fx_passes.outcome import CannotExchange, Outcome
 from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import Returned, detach_returned
 from fx_passes.row_demand import demand_rows
@@ -95,11 +97,12 @@ def prepare(gm: GraphModule, options: Options, record: Record) -> Returned:
 
 
 def _prepare_heads(gm: GraphModule, options: Options, record: Record) -> None:
+    min_vocab = least_before_autograd(gm, options.min_vocab)
     for module in [each for each in gm.modules() if isinstance(each, GraphModule)]:
 
         def edit(module: GraphModule = module) -> None:
-            shared = share_heads(module.graph, options.min_vocab)
-            demands = demand_rows(module.graph, options.min_vocab)
+            shared = share_heads(module.graph, min_vocab)
+            demands = demand_rows(module.graph, min_vocab)
             for demand in demands:
                 record.note(str(demand))
             if shared or demands:
@@ -121,26 +124,31 @@ def _log_failure(what: str, cause: str) -> None:
 
 def _guarded(
     what: str, graph: Graph, options: Options, record: Record, edit: Callable[[], None]
-) -> None:
+) -> bool:
     """Runs `edit`; if it raises, `graph`'s module gets the graph as it was, unless strict=True.
 
     Not a second time, where the graph is compiled again.
+
+    Returns:
+        Whether `edit` ran to its end.
     """
     if record.abandoned:
-        return
+        return False
     module = graph.owning_module
     before = None if module is None or options.strict else copied(graph)
     try:
         edit()
         graph.lint()
     except Exception as error:
-        if options.strict:
+        if options.strict or isinstance(error, CannotExchange):
             raise
         if module is not None and before is not None:
             module.graph = before
         cause = f"{type(error).__name__}: {error}"
         record.fail(f"{what} failed: {cause}")
         _log_failure(what, cause)
+        return False
+    return True
 
 
 # NOTE [Collectives and a second try]
@@ -180,42 +188,57 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
     """The fusing pass over a joint or inference graph; its report goes into the first fused operator.
 
     Raises:
+        CannotExchange: only this rank cannot do what all have to.
         check_ranks.RanksDisagree: with check_ranks=True, on all ranks of a group that would exchange different things.
     """
 
+    found, min_vocab = Outcome(), options.min_vocab
+
     def edit() -> None:
+        nonlocal found, min_vocab
         _trace("slime_fused_before", graph)
-        unstack(graph, options.min_vocab)
-        sum_first(graph, options.min_vocab)
-        found = fx_passes.fuse(graph, options.fuse_config())
-        if options.lm_head:
-            found = linear(graph, options.linear_config()).added_to(found)
-        if found.fused:
-            compute_all_rows(graph, options.min_vocab)
-        nodes = fused_nodes(graph)
-        record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
-        if nodes:
-            found = dataclasses.replace(found, stored=found.stored + stored_values(graph))
-        part = describe(graph, found, len(nodes), options.min_vocab)
-        carrying = [n for n in nodes if not _is_inlined(n, options)]
-        if carrying:
-            set_region(carrying, record.graph_region(part))
-        else:
-            record.keep_aside(record.graph_region(part))
-        if options.consume_logits:
-            use_whole_logits(graph)
-        inplace.mark_inputs(graph, record.held)
-        record.add(part)
-        if nodes:
-            _trace("slime_fused_after", graph)
+        if options.merge_collectives:
+            min_vocab = least_vocabulary(graph, options.min_vocab)
+        unstack(graph, min_vocab)
+        sum_first(graph, min_vocab)
+        found = fx_passes.fuse(graph, options.fuse_config(min_vocab))
 
     record.training |= is_joint(graph)
-    _guarded("the fusing pass", graph, options, record, edit)
+    if _guarded("the fusing pass", graph, options, record, edit):
+        # apart, since this may fail on one rank alone: what ranks exchange is settled
+        finish = functools.partial(_after_fusing, graph, options, record)
+        _guarded("a pass after fusing", graph, options, record, lambda: finish(found, min_vocab))
     if options.check_ranks:
         module = graph.owning_module
         missing = check_ranks.check(graph if module is None else module.graph, record.name)
         if missing:
             record.note(missing)
+
+
+def _after_fusing(
+    graph: Graph, options: Options, record: Record, found: Outcome, min_vocab: int
+) -> None:
+    """Heads, gradients of slices, and the report: nothing of it changes what ranks exchange."""
+    if options.lm_head:
+        found = linear(graph, options.linear_config()).added_to(found)
+    if found.fused:
+        compute_all_rows(graph, min_vocab)
+    nodes = fused_nodes(graph)
+    record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
+    if nodes:
+        found = dataclasses.replace(found, stored=found.stored + stored_values(graph))
+    part = describe(graph, found, len(nodes), min_vocab)
+    carrying = [n for n in nodes if not _is_inlined(n, options)]
+    if carrying:
+        set_region(carrying, record.graph_region(part))
+    else:
+        record.keep_aside(record.graph_region(part))
+    if options.consume_logits:
+        use_whole_logits(graph)
+    inplace.mark_inputs(graph, record.held)
+    record.add(part)
+    if nodes:
+        _trace("slime_fused_after", graph)
 
 
 _FORMULAS: inlined.Formulas = {ops.row_stats: reference.row_stats, ops.row_grad: reference.row_grad}

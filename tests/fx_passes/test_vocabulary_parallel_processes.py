@@ -188,6 +188,51 @@ def test_entropy_that_is_only_logged_on_some_steps() -> None:
         check([each if isinstance(each, Exception) else each[at] for each in found], name)
 
 
+# ---- uneven shards --------------------------------------------------------------------------------------------------
+
+
+def uneven(rank: int, widths: list[int], alone: dict[str, Any]) -> list[Any]:
+    """Values and the rank's gradient, where rank 1 has `alone` beside its shard; and what was fused."""
+    starts = [0, widths[0], sum(widths)]
+    shard = Shard(*starts[rank : rank + 2], dist.group.WORLD)
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(ROWS, sum(widths), generator=draw)
+    target = torch.randint(0, sum(widths), (ROWS,), generator=draw)
+    options = {"min_vocab": 64, "check_ranks": True} | (alone if rank else {})
+    gradient = options.pop("gradient", True)
+    check_ranks.TIMEOUT = timedelta(minutes=10)
+    mine, true = logits[:, shard.start : shard.stop].clone(), logits.double()
+    outputs = compiled("log_probs_and_entropy", shard, **options)(
+        mine.requires_grad_(gradient), target
+    )
+    wanted = whole(true.requires_grad_(), target)["log_probs_and_entropy"]
+    found = [*zip(outputs, wanted, strict=True)]
+    if gradient:
+        (ours,) = torch.autograd.grad(sum(o.sum() for o in outputs), mine)
+        (whole_gradient,) = torch.autograd.grad(sum(o.sum() for o in wanted), true)
+        found.append((ours, whole_gradient[:, shard.start : shard.stop]))
+    for each, truth in found:
+        torch.testing.assert_close(each.double(), truth, rtol=1e-4, atol=1e-5)
+    report = slime_compile.reports()[-1].to_dict()
+    return [report["fused"], report["collectives_before"], report["collectives_after"]]
+
+
+@pytest.mark.parametrize(
+    ("widths", "alone"),
+    [
+        ([80, 40], {}),
+        ([64, 63], {"min_vocab": 1024, "save": "softmax"}),
+        ([90, ROWS], {"gradient": False}),
+        ([4, 2], {}),
+    ],
+    ids=["both sides of min_vocab", "options", "no gradient, as many rows", "two columns"],
+)
+def test_uneven_shards(widths: list[int], alone: dict[str, Any]) -> None:
+    first, second = on_ranks(2, uneven, widths, alone)
+    assert first == [2, 5, 1], first
+    assert second == [2 if alone.get("gradient", True) else 1, 5, 1], second
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
