@@ -22,6 +22,8 @@ from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_ro
 from slime_compile.ops.operators import row_grad, row_grad_, row_grad_over, row_stats
 from slime_compile.ops.regions import (
     Placed,
+    called_eagerly,
+    eager_calls,
     on_call,
     placements,
     seen_regions,
@@ -31,6 +33,8 @@ from slime_compile.ops.regions import (
 
 __all__ = [
     "Placed",
+    "called_eagerly",
+    "eager_calls",
     "linear_row_both",
     "linear_row_grad",
     "linear_row_stats",

@@ -10,8 +10,19 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 
+import torch
+
 seen_regions: dict[str, int] = {}
 """Calls of each named region in this process."""
+
+
+eager_calls: dict[str, int] = {}
+"""Calls of this package's functions for eager code in this process; in compiled code they are part of a graph."""
+
+
+def called_eagerly(name: str) -> None:
+    if not torch.compiler.is_compiling():
+        eager_calls[name] = eager_calls.get(name, 0) + 1
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ from slime_compile.dynamo.frames import (
     harvest,
     process_frames,
 )
+from slime_compile.ops import eager_calls
 from slime_compile.report.record import Record
 from slime_compile.report.values import Report
 
@@ -105,4 +106,5 @@ def summary() -> Report:
             dict.fromkeys(frame for report in every for frame in report.python_frames)
         ),
         other_graphs=len(graphs) - len(shown),
+        eager_calls=tuple(eager_calls.items()),
     )

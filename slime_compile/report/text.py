@@ -19,6 +19,8 @@ def render(report: Fields) -> str:
         lines += ["", f"graph {number} of {len(graphs)}: {_title(graph)}", *_graph(graph)]
     if others := report["other_graphs"]:
         lines += ["", f"{others} more graph{'' if others == 1 else 's'} without a vocabulary"]
+    for name, calls in report["eager_calls"].items():
+        lines += ["", f"eager code: {name}, {calls} call{'' if calls == 1 else 's'}"]
     lines += _frames("graph breaks", report["breaks"])
     lines += _frames("left to Python, nothing there is compiled", report["python_frames"])
     lines += [f"note: {note}" for note in report["notes"]]
@@ -32,7 +34,8 @@ def _headline(report: Fields) -> str:
     if not graphs:
         frames = len(report["python_frames"])
         runs = f"; {frames} frame{' runs' if frames == 1 else 's run'} in Python" if frames else ""
-        return f"slime_fused: no graph{runs}"
+        eager = "; eager code calls the operators" if report["eager_calls"] else ""
+        return f"slime_fused: no graph{eager}{runs}"
     count = f"{len(graphs)} graph" + ("" if len(graphs) == 1 else "s")
     said = f"slime_fused: {report['fused']} fused operators in {count}"
     if not any(g["has_vocabulary"] or g["cached"] or g["raised"] for g in graphs):

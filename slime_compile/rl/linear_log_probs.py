@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from slime_compile.ops import linear_row_grad, linear_row_stats
 from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.regions import called_eagerly
 from slime_compile.rl.row_statistics import (
     Coefficients,
     RowStatistics,
@@ -110,6 +111,7 @@ def log_probs_entropy_and_hits(
         check_columns(column, weight.shape[0], "first dimension of `weight`")
     scale = scale_of(temperature, target, compute_dtype(hidden.dtype))
     rows = hidden.reshape(-1, hidden.shape[-1])
+    called_eagerly("linear_log_probs_and_entropy")
     function = cast(Any, _LinearLogProbsAndEntropy)
     log_probs, entropy, hits = function.apply(
         rows,

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from slime_compile.ops import row_grad, row_stats
 from slime_compile.ops.reference import compute_dtype
+from slime_compile.ops.regions import called_eagerly
 from slime_compile.rl.row_statistics import (
     Coefficients,
     RowStatistics,
@@ -76,6 +77,7 @@ def log_probs_and_entropy(
     if group is None:
         check_columns(column, logits.shape[-1], "last dimension of `logits`")
     scale = scale_of(temperature, column.squeeze(-1), compute_dtype(logits.dtype))
+    called_eagerly("log_probs_and_entropy")
     function = cast(Any, _LogProbsAndEntropy)
     log_probs, entropy = function.apply(logits, column, scale, group, with_entropy, entropy_grad)
     return log_probs, entropy

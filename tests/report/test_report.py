@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fx_passes
 import slime_compile
-from slime_compile import Report, explain
+from slime_compile import Report, explain, ops
 from slime_compile.dynamo import frames
 from slime_compile.report import process, text
 from slime_compile.report.values import GraphReport
@@ -37,6 +37,7 @@ KEYS = {
     "python_frames",
     "notes",
     "other_graphs",
+    "eager_calls",
     "graphs",
 }
 
@@ -282,6 +283,26 @@ def test_no_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.Reports([Report()])[-1] == Report()
     with pytest.raises(IndexError, match="there is no report: this process has called no function"):
         process.Reports()[-1]
+
+
+def test_eager_calls_of_the_operators_are_in_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "reports", list)
+    ops.eager_calls.clear()
+    logits, target = data()
+    hidden, weight = torch.randn(ROWS, 8), torch.randn(VOCAB, 8)
+    for _ in range(2):
+        slime_compile.linear_log_probs_and_entropy(hidden, weight, target)
+    slime_compile.log_probs_and_entropy(logits, target)
+    report = slime_compile.summary()
+    report.assert_fused(2)
+    assert "slime_fused: no graph; eager code calls the operators" in str(report)
+    assert "eager code: linear_log_probs_and_entropy, 2 calls" in str(report)
+    calls = {"linear_log_probs_and_entropy": 2, "log_probs_and_entropy": 1}
+    assert report.to_dict()["eager_calls"] == calls
+    torch.compile(slime_compile.log_probs_and_entropy, backend="eager")(logits, target)
+    assert ops.eager_calls == calls, "in compiled code they are part of a graph"
+    ops.eager_calls.clear()
+    assert str(slime_compile.summary()) == "slime_fused: no graph"
 
 
 def test_a_report_of_nothing_is_not_empty() -> None:
