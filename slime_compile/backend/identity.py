@@ -8,6 +8,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from fx_passes.graph.user_lines import source_of
 from slime_compile.backend.options import Options
 from slime_compile.dynamo.frames import compile_id, graph_break
 from slime_compile.ops import native
+from slime_compile.ops.held_by import is_users
 from slime_compile.report.record import Record, is_wide, outermost_frame
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
@@ -120,6 +124,15 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str], unkeyed: 
 
 
 def _name(gm: GraphModule) -> str:
-    """The user's function, from the outermost frame of the first node that has one."""
+    """The user's function, from the outermost frame of the first node that has one; of torch's, who calls it."""
     traces = (n.meta.get("stack_trace") for n in gm.graph.nodes)
-    return outermost_frame(next((t for t in traces if t), ""))
+    name = outermost_frame(next((t for t in traces if t), ""))
+    if name and not name.partition(" (")[2].startswith(_TORCH):
+        return name
+    caller: FrameType | None = sys._getframe()
+    while caller is not None and not is_users(caller.f_code):
+        caller = caller.f_back
+    if caller is None:
+        return name or "a graph without user code"
+    called = name.partition(" (")[0] or "a function of torch's"
+    return f"{called} (called at {caller.f_code.co_filename}:{caller.f_lineno})"

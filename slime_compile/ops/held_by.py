@@ -49,7 +49,7 @@ def _suspended(x: Tensor) -> Iterator[str]:
             yield from _closures(each)
         elif type(each) in _KINDS:
             code = each.gi_code if isinstance(each, GeneratorType) else each.cr_code
-            if _is_users(code):
+            if is_users(code):
                 yield f"the {_KINDS[type(each)]} {_place(code, code.co_firstlineno)}"
 
 
@@ -61,7 +61,7 @@ def _closures(cell: CellType) -> Iterator[str]:
             if isinstance(function, FunctionType) and function.__closure__ is cells:
                 code = function.__code__
                 names = [n for n, c in zip(code.co_freevars, cells, strict=True) if c is cell]
-                if names and _is_users(code):
+                if names and is_users(code):
                     yield f"`{names[0]}` in the closure {_place(code, code.co_firstlineno)}"
 
 
@@ -69,7 +69,7 @@ def _place(code: CodeType, line: int) -> str:
     return f"{code.co_name} ({Path(code.co_filename).name}:{line})"
 
 
-def _is_users(code: CodeType) -> bool:
+def is_users(code: CodeType) -> bool:
     """Neither torch's, ours, the library's nor generated."""
     from slime_compile.torch_private import cache_dir
 
@@ -97,7 +97,7 @@ def _frames() -> Iterator[FrameType]:
     """The user's, of all threads, innermost first."""
     for frame in _innermost():
         while frame is not None:
-            if _is_users(frame.f_code):
+            if is_users(frame.f_code):
                 yield frame
             frame = frame.f_back
 

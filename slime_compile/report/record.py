@@ -357,6 +357,6 @@ def is_wide(value: object, min_vocab: int) -> bool:
 
 
 def outermost_frame(stack_trace: str) -> str:
-    """The compiled function and its file, without a line, which would move with every edit above it."""
+    """The compiled function and its file, or ""; without a line, which would move with every edit above it."""
     found = frames(stack_trace)
-    return f"{found[0][2]} ({found[0][0]})" if found else "a graph without user code"
+    return f"{found[0][2]} ({found[0][0]})" if found else ""

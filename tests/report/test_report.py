@@ -279,6 +279,16 @@ def test_dynamic_sizes() -> None:
     json.dumps(report.to_dict())
 
 
+@pytest.mark.parametrize("loss", [torch.nn.functional.cross_entropy, torch.nn.CrossEntropyLoss()])
+def test_a_function_of_torchs_is_named_by_its_caller(loss: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="slime_fused", options=INTERPRETED)
+    compiled(*data())
+    line = line_of(test_a_function_of_torchs_is_named_by_its_caller, 4)
+    assert f"(called at {line})" in slime_compile.reports()[-1].graphs[0].name
+    assert f"(called at {__file__}:" in explain(loss)(*data()).graphs[0].name
+
+
 def test_no_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.Reports([Report()])[-1] == Report()
     with pytest.raises(IndexError, match="there is no report: this process has called no function"):
