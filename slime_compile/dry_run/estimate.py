@@ -7,8 +7,8 @@ until its last use, and torch's `MemTracker` adds up the storages that are alive
 Logits that are no leaf count as held by nobody but the call, as `consume_logits="auto"` finds them in a training step.
 Counted too: the chunk of logits that an operator over chunks holds while it runs. Not counted: what the row operators
 take for themselves (on the CPU without a compiler buffers for a chunk of rows, a few MiB a thread), and what the
-allocator rounds up to. Where element-wise values of the vocabulary's size are left to inductor, the estimate is an upper bound:
-inductor keeps fewer of them than their graph has.
+allocator rounds up to. Where element-wise values of the vocabulary's size are left to inductor, the estimate is an
+upper bound: inductor keeps fewer of them than their graph has.
 """
 
 import dataclasses
