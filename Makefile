@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test test-thorough test-capabilities test-torch smoke-torch test-trainers bench fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities test-cuda test-cuda-torch test-torch smoke-torch test-trainers bench fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only. It has no wheel for every Python.
@@ -31,6 +31,16 @@ test-thorough: $(INSTALLED)
 # The numerical tests with each set of vector instructions that this machine has; QUICK=--quick: what CI runs of them.
 test-capabilities: $(INSTALLED)
 	$(PY) tests/capabilities.py $(QUICK) -n $(JOBS)
+
+# On a stand-in for a CUDA device, no GPU (tests/cuda/standin): with values at small sizes, then without at those of
+# production. Where it cannot be built, it says why.
+STANDIN = $(1) -m tests.cuda.standin
+ON_STANDIN = $(call STANDIN,$(1)) $(1) -m pytest tests/cuda \
+	&& $(call STANDIN,$(1)) --no-kernels $(1) -m pytest tests/cuda/at_size \
+	|| test $$? -eq 75
+
+test-cuda: $(INSTALLED)
+	$(call ON_STANDIN,$(PY))
 
 # Another release of torch, with the triton that it ships with: make test-torch VERSION=2.11.0
 OTHER := .venv-$(VERSION)
@@ -56,6 +66,9 @@ test-torch: $(OTHER)/.installed
 
 smoke-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest -n $(JOBS) @tests/smoke.txt
+
+test-cuda-torch: $(OTHER)/.installed
+	$(call ON_STANDIN,$(OTHER)/bin/python)
 
 # The examples over other people's trainers; what cannot be installed is skipped. Some ask for CUDA, vllm and more: of
 # these the package alone is installed, and what its losses import. slime is in no registry: SLIME=/path/to/a/checkout.
