@@ -1,6 +1,8 @@
 """`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|holders|readme]`; without: README.md's table."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from bench.cases.losses import SPELLINGS
@@ -36,8 +38,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8, help="for the rounds of a case")
     parser.add_argument("--minutes", type=float, default=60, help="no cell starts after that")
     parser.add_argument("--spelling", choices=SPELLINGS, default="megatron", help="(table)")
+    parser.add_argument(
+        "--device", choices=["own", "stand-in"], default="own",
+        help="stand-in: for CUDA's, no GPU; kernels do nothing, at full size (memory)",
+    )  # fmt: skip
     options = parser.parse_args()
+    if options.device == "stand-in":
+        _on_standin(parser, options.command)
     COMMANDS[options.command][0](options)
+
+
+def _on_standin(parser: argparse.ArgumentParser, command: str) -> None:
+    """Goes on in this process's place where torch finds the stand-in; returns if it is there."""
+    if command != "memory":
+        parser.error("--device stand-in measures memory, and nothing else")
+    if "STANDIN" not in os.environ:
+        there = [sys.executable, "-m", "tests.cuda.standin", "--no-kernels", sys.executable]
+        os.execv(sys.executable, [*there, "-m", "bench", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`python -m bench memory`: the two tables of slime#2011, re-made, with what the backend makes of the same loss.
 
 Entry point: `main`. On CUDA at the sizes of the pull request, measured with the allocator in a fresh process per cell;
-where that is out of memory the cell says OOM. On the CPU at 1/64 of the rows, measured with the profiler's events, and
-the full size estimated for slime_fused. Published figures are printed as such.
+where that is out of memory the cell says OOM. On a stand-in for a CUDA device: `stand_in.py`. On the CPU at 1/64 of the
+rows, measured with the profiler's events, and the full size estimated for slime_fused. Published figures are printed as
+such.
 """
 
 import argparse
@@ -59,6 +60,11 @@ def lines() -> dict[str, tuple[int, int]]:
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.device == "stand-in":
+        from bench.commands import stand_in
+
+        stand_in.main(options)
+        return
     cuda = torch.cuda.is_available()
     until = time.monotonic() + 60 * options.minutes
     store = Store(options.out, "memory", resume=options.resume)

@@ -109,11 +109,13 @@ class Peak:
         allocated_bytes: by the allocator's events.
         resident_bytes: by the process's resident set; None on CUDA.
         fused: fused operators in what was compiled.
+        reserved_bytes: most that the caching allocator had of the device; None on the CPU.
     """
 
     allocated_bytes: int
     resident_bytes: int | None
     fused: int
+    reserved_bytes: int | None = None
 
 
 def peak(case: Case, way: str) -> Peak:
@@ -128,7 +130,8 @@ def peak(case: Case, way: str) -> Peak:
         step.prepare()
         peaks.append(meter(step.run))
     *resident, allocated = (found + outside_bytes(problem) for found in peaks)
-    return Peak(allocated, resident[0] if resident else None, _fused(way))
+    reserved = torch.cuda.max_memory_reserved() if case.device == "cuda" else None
+    return Peak(allocated, resident[0] if resident else None, _fused(way), reserved)
 
 
 def outside_bytes(problem: Problem) -> int:
@@ -252,7 +255,8 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints each start of the profiler
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.measure.preload"])
+    beside = [] if torch.cuda.is_available() else ["bench.measure.preload_megatron"]
+    context.set_forkserver_preload(["bench.measure.preload", *beside])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args), daemon=True)
     process.start()

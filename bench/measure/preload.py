@@ -6,9 +6,5 @@ import torch.profiler
 
 import bench.measure.measure
 import slime_compile.backend
-from bench.cases.functions import has_megatron, megatron_cross_entropy
 
 __all__ = ["bench", "slime_compile", "torch"]
-
-if has_megatron():
-    megatron_cross_entropy()
