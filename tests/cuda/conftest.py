@@ -34,10 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
-def pytest_report_header() -> str:
-    if not AVAILABLE:
-        return "tests/cuda: no CUDA device; `make test-cuda` runs them on a stand-in"
-    return f"tests/cuda: on {torch.cuda.get_device_name()}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    where = f"on {torch.cuda.get_device_name()}" if AVAILABLE else "not run, no CUDA device"
+    terminalreporter.write_line(f"tests/cuda: {where}; `make test-cuda` has a stand-in, no GPU")
 
 
 @pytest.fixture(autouse=True)
