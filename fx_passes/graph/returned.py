@@ -16,10 +16,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.graph.aliases import Aliases, own_copy, viewed_inputs
-from fx_passes.graph.facts import is_backward, is_given, value
+from fx_passes.graph.facts import is_backward, is_given, same, value
 from fx_passes.graph.fakes import result_of
 from fx_passes.graph.order import ancestors
-from fx_passes.torch_private import FakeTensorMode
+from fx_passes.torch_private import FakeTensorMode, TangentAOTInput
 
 
 class Returned:
@@ -62,12 +62,17 @@ class Returned:
     def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
         """Copies of results that share memory now, which they did not before.
 
-        With inputs, with earlier results, or with what backward reads; logits that come back are not copied for that.
+        With inputs, with earlier results, or with what backward reads. Exception: logits that come back whole, or with
+        a gradient, are not copied for that; autograd compares their version.
         """
         output, results, aliases = self.graph.output_node(), self._results(), Aliases(self.graph)
         earlier: set[int | str] = set()
         now = self._memory(aliases)
-        saved = {at for at in self._newly_saved(aliases) if not is_wide(results[at])}
+        saved = {
+            at
+            for at in self._newly_saved(aliases)
+            if not is_wide(results[at]) or self._is_part(results[at], output.meta, at)
+        }
         with self.graph.inserting_before(output):
             for group in dict.fromkeys(self._before.values()):
                 places = [at for at in group if isinstance(at, int)]
@@ -79,6 +84,16 @@ class Returned:
                         results[at] = self._copied(results[at], copies, fake_mode)
                 earlier |= group
         output.args = (results[0] if isinstance(output.args[0], Node) else tuple(results),)
+
+    def _is_part(self, node: Node, told: dict[str, Any], at: int) -> bool:
+        """Whether it is a part of a larger value, and no gradient comes in for it: autograd knows no view of inductor's."""
+        found = value(node)
+        if same(found.untyped_storage().nbytes(), found.nbytes):
+            return False
+        given = [n.meta.get("desc") for n in self.graph.find_nodes(op="placeholder")]
+        tangents = [each.output for each in given if isinstance(each, TangentAOTInput)]
+        described = told.get("desc") or ()
+        return at < len(described) and described[at] not in tangents
 
     def _copied(self, node: Node, copies: dict[Node, Node], fake_mode: FakeTensorMode) -> Node:
         """The same views of a copy of the memory."""
