@@ -14,7 +14,7 @@ import slime_compile
 from bench.cases.losses import SPELLINGS, VARIANTS, Case, Problem, errors, truth
 from bench.cases.peers import PEERS
 from bench.cases.row_losses import LOSSES
-from bench.commands import loss, memory, readme, speed, speed_losses
+from bench.commands import loss, memory, readme, speed, speed_losses, stand_in
 from bench.measure import cells
 from bench.measure.cells import Store, run_cells, write_table
 from bench.measure.measure import CellFailed, Step
@@ -109,6 +109,18 @@ def test_every_table_can_be_made_of_what_failed(tmp_path: Path) -> None:
     assert [len(rows) for _, _, rows in tables] == [3, 4]
     assert tables[1][2][2][-1] == "88.24"
     assert "OOM" in tables[0][2][0]
+
+
+def test_tables_of_the_stand_in(tmp_path: Path) -> None:
+    store = Store(tmp_path, "some")
+    store.cells = {name: {"error": "OOM"} for name in stand_in._cells()}
+    found = {"logits_bytes": 2**30, "allocated_bytes": 2**31, "estimated_bytes": 2**31 + 2**26}
+    store.cells[next(iter(store.cells))] = found
+    _, headers, rows = stand_in._table(store, "", stand_in._allocated)
+    assert [len(row) for row in rows] == [len(headers)] * 7
+    assert rows[0][2:4] == ["2.00 (2.00)", "OOM"]
+    _, _, rows = stand_in._table(store, "", stand_in._estimated)
+    assert rows[0][2] == "2.06 (+3.1%, TOO FAR)"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
