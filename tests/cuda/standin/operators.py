@@ -192,7 +192,6 @@ _registered: list[Any] = []
 def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     _registered.append(library)
-    warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
     special = {"copy_": copy_, **half_softmax.KERNELS}
     with _silent():  # one warning for each operator
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
@@ -221,11 +220,13 @@ def _is_computed(name: str, op: Any) -> bool:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without what C++ prints to stderr."""
+    """Without warnings, and what C++ prints to stderr."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(null)
