@@ -86,7 +86,7 @@ class Returned:
         output.args = (results[0] if isinstance(output.args[0], Node) else tuple(results),)
 
     def _is_part(self, node: Node, told: dict[str, Any], at: int) -> bool:
-        """Whether it is a part of a larger value, without a gradient: autograd does not know that inductor makes a view."""
+        """Whether it is a part of a larger value, without a gradient: autograd knows no view that inductor makes."""
         found = value(node)
         if same(found.untyped_storage().nbytes(), found.nbytes):
             return False

@@ -18,6 +18,7 @@ from fx_passes import returned_logits, rules
 from fx_passes.graph.returned import Returned
 from slime_compile.backend import passes
 from tests.support import harness, ranks
+from tests.support.changing_programs import changing
 from tests.support.program_inputs import NAMES, Spec
 from tests.support.program_judge import Counts, Judge, Verdict, runs_in_eager
 from tests.support.program_memory import apart_from, sharing
@@ -144,6 +145,25 @@ def test_programs_that_return_logits(
     monkeypatch.setattr(passes, "detach_returned", counted)
     _assert_none(_run(start, count, record_property, returning_logits, **how), **how)
     assert ways >= count // 4
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "how"),
+    [
+        (0, 10, {}),
+        pytest.param(100, 60, {}, marks=pytest.mark.thorough),
+        pytest.param(200, 30, IN_BACKWARD, marks=pytest.mark.thorough),
+        pytest.param(MANY, 10_000, {}, marks=pytest.mark.slow),
+        pytest.param(2 * MANY, 500, {"dynamic": True}, marks=pytest.mark.slow),
+        pytest.param(3 * MANY, 100, {"inner": "inductor"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_programs_that_change_memory(
+    start: int, count: int, how: dict[str, Any], record_property: Record
+) -> None:
+    """Around heads, rows that are taken of their logits, and logits that are returned."""
+    _assert_none(_run(start, count, record_property, changing, **how), **how)
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Categorical
+from torch.utils.checkpoint import checkpoint
 
+from tests.cases.changes import Doubled, DoubledUnmarked
 from tests.support import program_functions
 from tests.support.program_inputs import LAYOUTS, MISSES, NAMES, ROWS, Shape, Spec, make
 from tests.support.program_parts import BESIDE, MOVES, PARTS, TWINS
@@ -59,7 +61,15 @@ LARGEST = 1e30  # beyond it all is inf, and nothing is compared
 def names() -> dict[str, Any]:
     """What a program's text can name."""
     found = {k: v for k, v in vars(program_functions).items() if isinstance(v, type)}
-    return found | {"torch": torch, "F": F, "math": math, "dist": dist, "Categorical": Categorical}
+    found |= {"Doubled": Doubled, "DoubledUnmarked": DoubledUnmarked, "checkpoint": checkpoint}
+    return found | {
+        "nn": torch.nn,
+        "torch": torch,
+        "F": F,
+        "math": math,
+        "dist": dist,
+        "Categorical": Categorical,
+    }
 
 
 @dataclass(frozen=True)
