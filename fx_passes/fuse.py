@@ -33,7 +33,7 @@ from fx_passes.graph.returned import Returned
 from fx_passes.outcome import CannotExchange, FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
-from fx_passes.verify import mismatch
+from fx_passes.verify import mismatch, trial_of
 from fx_passes.walk.row_differences import take_offsets_away
 from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown_values, wide_values
 from fx_passes.walk.walk import Walk
@@ -68,10 +68,7 @@ def fuse(graph: Graph, config: FuseConfig) -> Outcome:
 
 def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcome:
     """Rewrite a copy first; the graph itself only if both compute the same on random data."""
-    trial = Graph()
-    output = trial.graph_copy(graph, val_map={}, return_output_node=True)
-    assert isinstance(output, tuple), graph
-    trial.output(output[0]).meta = dict(output[1].meta)
+    trial = trial_of(graph)
     outcome = _fuse(trial, config, fake_mode)
     if not outcome.fused:
         return outcome

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -115,19 +115,23 @@ def inplace(
         beside: gradients that are left alone.
     """
     decisions: list[Decision] = []
-    every = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_grad.default)
-    gradients = [node for node in every if node not in beside]
+    writers = (torch.ops.slime_fused.row_grad.default, torch.ops.slime_fused.row_loop.default)
+    every = [node for node in graph.nodes if node.target in writers and node not in beside]
+    gradients = [gradient for node in every for gradient in _gradients_of(node)]
     if not gradients:
         return decisions
     aliases = Aliases(graph)
-    for node in gradients:
-        if _write_over(graph, aliases, node):
+    for gradient in gradients:
+        node = gradient.node
+        if not gradient.of_loop and _write_over(graph, aliases, node):
             continue
         reason = ""
         owner: Owner = ""
         after: list[Node] = []
         try:
-            owner, after = _check(graph, aliases, node, donated, consume_logits)
+            owner, after = _check(graph, aliases, gradient, donated, consume_logits)
+            if gradient.of_loop and not owner:
+                continue  # its memory is the graph's own, which inductor reuses
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
@@ -136,8 +140,70 @@ def inplace(
             reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
-            aliases.replaced(node, _rewrite(graph, node, owner, after))
+            aliases.replaced(node, gradient.rewritten(graph, owner, after))
     return decisions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """What `node` makes may take the place of `x`, which it reads.
+
+    Attributes:
+        over: of a loop, the number of x among its tensors with rows, and that of the result.
+    """
+
+    node: Node
+    x: Node
+    over: tuple[int, int] = (-1, -1)
+
+    @property
+    def of_loop(self) -> bool:
+        return self.over[0] >= 0
+
+    def rewritten(self, graph: Graph, owner: Owner, after: list[Node]) -> Node:
+        if not self.of_loop:
+            return _rewrite(graph, self.node, owner, after)
+        return _rewrite_loop(graph, self, owner, after)
+
+
+def _gradients_of(node: Node) -> list[_Gradient]:
+    """Of a loop the first result that is laid out like something it reads once, and nothing else shows."""
+    if node.target is torch.ops.slime_fused.row_grad.default:
+        return [_Gradient(node, node.args[0])]  # type: ignore[arg-type]
+    rows: Any = node.args[0]
+    for result, wide in enumerate(value(node)):
+        for at, x in enumerate(rows):
+            own = value(x)
+            if rows.count(x) == 1 and own.dtype == wide.dtype and _is_same_memory(own, wide):
+                return [_Gradient(node, x, (at, result))]
+    return []
+
+
+def _is_same_memory(x: torch.Tensor, made: torch.Tensor) -> bool:
+    """Rows of both lie in memory alike: x is [rows..., V], without gaps, and the result [N, V]."""
+    alike = made.dim() == 2 and x.dim() > 1 and x.is_contiguous()
+    return (
+        alike
+        and statically_known_true(x.shape[-1] == made.shape[-1])
+        and (statically_known_true(x.numel() == made.numel()))
+    )
+
+
+def _rewrite_loop(graph: Graph, gradient: _Gradient, owner: Owner, after: list[Node]) -> Node:
+    node, x, at = gradient.node, gradient.x, gradient.over[0]
+    rows, whole, sizes, program, compiled, chunk, region = node.args
+    others = _others(graph, x) if owner == "caller" else []
+    beside = [each for number, each in enumerate(rows) if number != at]  # type: ignore[arg-type]
+    with graph.inserting_before(node):
+        write = graph.call_function(
+            torch.ops.slime_fused.row_loop_over.default,
+            (x, beside, whole, sizes, program, compiled, chunk, list(gradient.over), owner, region),
+            {**({"others": others} if others else {}), **({"after": after} if after else {})},
+        )
+    write.meta = dict(node.meta)
+    node.replace_all_uses_with(write)
+    graph.erase_node(node)
+    return write
 
 
 def _write_over(graph: Graph, aliases: Aliases, node: Node) -> bool:
@@ -199,12 +265,12 @@ def _others(graph: Graph, x: Node) -> list[Node]:
 
 
 def _check(
-    graph: Graph, aliases: Aliases, node: Node, donated: set[Node], consume_logits: Consume
+    graph: Graph, aliases: Aliases, gradient: _Gradient, donated: set[Node], consume_logits: Consume
 ) -> tuple[Owner, list[Node]]:
     """Who owns the logits, see `Owner`; and where that is asked at run time, what has to run before."""
-    x = node.args[0]
-    assert isinstance(x, Node), node
-    _check_layout(x, node)
+    x, node = gradient.x, gradient.node
+    if not gradient.of_loop:
+        _check_layout(x, node)
     _check_readers(aliases, x, node)
     owner = _owner(graph, aliases, x, donated, consume_logits)
     return owner, list(_unordered(aliases, x, node)) if owner else []

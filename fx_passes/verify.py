@@ -1,7 +1,7 @@
 """Translation validation: run a graph and its rewrite on the same random data and compare what they return.
 
-Entry point: `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for symbolic sizes),
-on the device of the inputs. Collectives are taken as if every rank had the same data.
+Entry points: `trial_of`, `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for
+symbolic sizes), on the device of the inputs. Collectives are taken as if every rank had the same data.
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ class _AlikeRanks(Interpreter):
         if name == "all_gather_into_tensor":
             return torch.cat([args[0]] * args[1])
         raise NotImplementedError(f"verify=True cannot run {target}")
+
+
+def trial_of(graph: Graph) -> Graph:
+    """A copy, to be rewritten first."""
+    trial = Graph()
+    output = trial.graph_copy(graph, val_map={}, return_output_node=True)
+    assert isinstance(output, tuple), graph
+    trial.output(output[0]).meta = dict(output[1].meta)
+    return trial
 
 
 def mismatch(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch._dynamo.backends import registry as backend_registry
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.eval_frame import innermost_fn, skip_code
+    from torch._dynamo.source import ConstantSource
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables.misc import AutogradFunctionVariable
     from torch._functorch import config as functorch_config
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import distributed_c10d
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
     from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, sym_or
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, sym_or
     from torch.utils._filelock import FileLock
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +59,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AutogradFunctionVariable",
     "CompileContext",
+    "ConstantSource",
     "CustomGraphPass",
+    "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
     "FileLock",
@@ -219,6 +222,18 @@ INTERFACES = {
         "torch._subclasses.fake_tensor:FakeTensor",
         "tells a function's arguments in a dry run from what it captured",
         "see FakeTensorMode",
+    ),
+    "ConstantSource": Interface(
+        "torch._dynamo.source:ConstantSource",
+        "a name for the number of rows of a chunk, which is any",
+        "any Source of torch._guards",
+        early=False,
+    ),
+    "DimDynamic": Interface(
+        "torch.fx.experimental.symbolic_shapes:DimDynamic",
+        "a chunk's body is compiled for any number of rows",
+        "compile it for each number of rows",
+        early=False,
     ),
     "ShapeEnv": Interface(
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",

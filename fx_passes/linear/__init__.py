@@ -43,7 +43,7 @@ from fx_passes.linear.readers import (
 from fx_passes.linear.rewrite import Rewrite
 from fx_passes.outcome import Outcome, Rejection
 from fx_passes.torch_private import detect_fake_mode
-from fx_passes.verify import mismatch
+from fx_passes.verify import mismatch, trial_of
 
 __all__ = ["Chunked", "LinearOutcome", "linear"]
 
@@ -151,10 +151,7 @@ def linear(graph: Graph, config: LinearConfig) -> LinearOutcome:
         return LinearOutcome()
     if not config.verify:
         return _linear(graph, config, fake_mode)
-    trial = Graph()
-    output = trial.graph_copy(graph, val_map={}, return_output_node=True)
-    assert isinstance(output, tuple), graph
-    trial.output(output[0]).meta = dict(output[1].meta)
+    trial = trial_of(graph)
     outcome = _linear(trial, config, fake_mode)
     if not outcome.chunked:
         return outcome

@@ -54,6 +54,10 @@ class Units:
             self._made[node] = made
         return self._made[node]
 
+    def known(self, node: Node, made: Node) -> None:
+        """`made` is `node` with 1 in the number's place."""
+        self._made[node] = made
+
     def degree(self, node: Any) -> str:
         """Raises NotInForward where the value is no multiple of the number."""
         if not isinstance(node, Node):
@@ -66,7 +70,7 @@ class Units:
 
     def _found(self, node: Node) -> str:
         found = [self.degree(arg) for arg in node.args]
-        if node.target in _LINEAR and found[0] == MULTIPLE:
+        if node.target in LINEAR and found[0] == MULTIPLE:
             return MULTIPLE
         return degree_of_result(node, found)
 
@@ -115,7 +119,7 @@ def _with_zero(node: Node, found: Sequence[str]) -> bool:
     return found[1] == ZERO
 
 
-_LINEAR: set[Any] = (
+LINEAR: set[Any] = (
     SAME_ROWS
     | CASTS
     | TURNS

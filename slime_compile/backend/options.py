@@ -19,6 +19,7 @@ from typing import Any, Literal
 from fx_passes.inplace import Consume
 from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
+from fx_passes.rows import RowsConfig
 from slime_compile.torch_private import inductor_config
 
 Inner = Literal["inductor", "aot_eager"]
@@ -45,6 +46,8 @@ class Options:
         merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
         check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
         lm_head: logits that a matmul in the graph makes are made in chunks, and never whole.
+        by_rows: what works row by row on values as wide as a vocabulary, and is not fused, runs over one chunk of rows
+            after the other.
         chunk_mib: MiB of a chunk of logits; 0 for an eighth of them, or up to a quarter where that is fewer than 512
             rows; at least 32 MiB and at most 512 MiB.
         grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
@@ -64,6 +67,7 @@ class Options:
     merge_collectives: bool = True
     check_ranks: bool = False
     lm_head: bool = True
+    by_rows: bool = True
     chunk_mib: int = 0
     grad_in_forward: InForward = "auto"
     inline_below: int = 1 << 18
@@ -118,6 +122,12 @@ class Options:
     def linear_config(self) -> LinearConfig:
         """The part that the pass over heads reads."""
         return LinearConfig(self.chunk_mib * MIB, self.verify, self.grad_in_forward)
+
+    def rows_config(self, min_vocab: int) -> RowsConfig:
+        """The part that the pass over rows reads."""
+        chunk = self.chunk_mib * MIB
+        compiled = self.inner == "inductor"
+        return RowsConfig(min_vocab, chunk, self.grad_in_forward, self.verify, compiled)
 
 
 def known_options() -> tuple[str, ...]:

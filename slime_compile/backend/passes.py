@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 import fx_passes
@@ -31,6 +30,7 @@ from fx_passes.outcome import CannotExchange, Outcome
 from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import Returned, detach_returned
 from fx_passes.row_demand import demand_rows
+from fx_passes.rows import RowsOutcome, by_rows
 from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
 from fx_passes.stored import stored_values
@@ -218,13 +218,16 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
 def _after_fusing(
     graph: Graph, options: Options, record: Record, found: Outcome, min_vocab: int
 ) -> None:
-    """Heads, gradients of slices, and the report: nothing of it changes what ranks exchange."""
+    """Heads, gradients of slices, loops, and the report: nothing of it changes what ranks exchange."""
     if options.lm_head:
         found = linear(graph, options.linear_config()).added_to(found)
     if found.fused:
         compute_all_rows(graph, min_vocab)
+    rows = by_rows(graph, options.rows_config(min_vocab)) if options.by_rows else RowsOutcome()
+    found = rows.added_to(found)
     nodes = fused_nodes(graph)
-    record.grad_in_forward |= any(n.target is ops.linear_row_both for n in nodes)
+    early = any(each.early for each in rows.loops)
+    record.grad_in_forward |= early or any(n.target is ops.linear_row_both for n in nodes)
     if nodes:
         found = dataclasses.replace(found, stored=found.stored + stored_values(graph))
     part = describe(graph, found, len(nodes), min_vocab)
@@ -299,9 +302,9 @@ def run_inplace(
 
 def _set_places(graph: Graph, record: Record) -> None:
     """Each gradient that decides at run time counts its calls under a name that the report knows."""
-    target = torch.ops.slime_fused.row_grad_over.default
+    targets = (ops.row_grad_over, ops.row_loop_over)
     deciding = [number for number, p in enumerate(record.placements) if p.owner]
-    nodes = graph.find_nodes(op="call_function", target=target)
+    nodes = [node for node in graph.nodes if node.target in targets]
     for number, node in zip(deciding, nodes, strict=True):
         node.kwargs = {**node.kwargs, "place": record.place_of(number)}
 
@@ -320,7 +323,7 @@ _STATISTICS = (ops.row_stats, ops.linear_row_stats, ops.linear_row_both)
 
 def fused_nodes(graph: Graph) -> list[Node]:
     packets = (
-        *_STATISTICS, ops.row_grad, ops.row_grad_, ops.row_grad_over, ops.linear_row_grad
+        *_STATISTICS, ops.row_grad, ops.row_grad_, ops.row_grad_over, ops.linear_row_grad, ops.row_loop, ops.row_loop_over
     )  # fmt: skip
     return [n for n in graph.nodes if n.op == "call_function" and n.target in packets]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_compile.ops import linear, row_grad_over
+from slime_compile.ops import linear, row_grad_over, row_loop, row_loop_over
 from slime_compile.ops.linear_chunks import (
     Head,
     both_scratch,
@@ -16,6 +16,7 @@ from slime_compile.ops.linear_chunks import (
     softcap_of,
     stats_scratch,
 )
+from slime_compile.ops.row_loop import run_loop
 from slime_compile.torch_private import TorchDispatchMode
 
 _OPERATORS = (linear.linear_row_stats, linear.linear_row_grad, linear.linear_row_both)
@@ -33,6 +34,8 @@ class Scratch(TorchDispatchMode):
     ) -> Any:
         if func is row_grad_over and _over(*args):
             return args[0].detach()
+        if func in (row_loop, row_loop_over):
+            return _looped(func, args)
         held = _held(func, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         del held
@@ -43,6 +46,19 @@ def _over(x: Tensor, *arguments: Any) -> bool:
     """As if nobody but the call held what it is given, and nobody retained the graph."""
     *_, owner, _ = arguments
     return owner != "anyone" or not (x.is_leaf and x.requires_grad)
+
+
+def _looped(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """The loop itself, step by step on fake tensors: inductor, which fuses steps, takes no more."""
+    if func is row_loop:
+        rows, whole, sizes, program, _, limit, _ = args
+        return run_loop(rows, whole, sizes, program, False, limit, None)
+    x, rows, whole, sizes, program, _, limit, over, *_ = args
+    at, result = over
+    every = [*rows[:at], x, *rows[at:]]
+    return run_loop(
+        every, whole, sizes, program, False, limit, (at, result) if _over(x, *args[1:]) else None
+    )
 
 
 def _held(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

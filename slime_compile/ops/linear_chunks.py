@@ -279,7 +279,7 @@ def grad_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]
     return made
 
 
-class _Sum:
+class Sum:
     """A matrix that is the sum of one product per chunk, or the only product."""
 
     def __init__(self, out: Tensor, chunks: int) -> None:
@@ -343,7 +343,7 @@ class _Gradients:
         self.head, self.wanted, self.transposed = head, wanted, transposed
         weight = head.weight.t() if transposed else head.weight
         self.hidden = _empty_like(head.hidden, of_hidden)
-        self.weight = _Sum(_empty_like(weight, of_weight), chunks)
+        self.weight = Sum(_empty_like(weight, of_weight), chunks)
         self.bias = _bias_sum(head.hidden, head.weight.shape[0] if of_bias else 0)
         self.share = torch.empty_like(self.bias)
 
@@ -376,7 +376,7 @@ def _by_column_chunks(
     rows, vocab = hidden.shape[0], weight.shape[0]
     terms, affine, index, values = coefficients
     pieces = list(_pieces(vocab, size))
-    grad_hidden = _Sum(_empty_like(hidden, of_hidden), len(pieces))
+    grad_hidden = Sum(_empty_like(hidden, of_hidden), len(pieces))
     grad_weight = _empty_like(weight.t() if transposed else weight, of_weight)
     grad_bias = hidden.new_empty(vocab if of_bias else 0)
     buffer = _Buffer(head, rows * size, gradient=True)

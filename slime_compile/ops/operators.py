@@ -256,10 +256,10 @@ def _row_grad_over(
         return terms
     if owner == "caller" and was_under_hooks(place):
         owner = "anyone"
-    reason = _why_beside(x, seen, owner, others or (), strided)
+    reason = why_beside(x, seen, owner, others or (), strided)
     check_grad(x, terms, affine, index, weight, softmax)
     on_call(region)
-    placed(place, reason, partial(_holders_named, reason, x))  # not a closure, which would hold x
+    placed(place, reason, partial(holders_named, reason, x))  # not a closure, which would hold x
     with torch.no_grad():
         if not reason:
             _overwrite(x, terms, affine, index, weight, softmax)
@@ -278,7 +278,7 @@ def _is_recorded(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _why_beside(
+def why_beside(
     x: Tensor, seen: holders.Counts, owner: str, others: Sequence[Tensor], strided: bool
 ) -> str:
     """Why the result is new memory, or "".
@@ -300,7 +300,7 @@ def _why_beside(
     return reason or _other_layout(x, strided)
 
 
-def _holders_named(reason: str, x: Tensor) -> str:
+def holders_named(reason: str, x: Tensor) -> str:
     """The reason, with the variables that a user can do something about."""
     names: list[str] = []
     if reason in (holders.PYTHON, holders.MEMORY):

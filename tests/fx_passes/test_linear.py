@@ -30,7 +30,8 @@ def small_chunks() -> Iterator[None]:
 
 
 def compiled(fn: Callable[..., Any], itemsize: int = 4, **more: Any) -> Callable[..., Any]:
-    chosen = harness.OPTIONS | {"chunk_mib": CHUNK * itemsize, "grad_in_forward": "never"} | more
+    own = {"chunk_mib": CHUNK * itemsize, "grad_in_forward": "never", "by_rows": False}
+    chosen = harness.OPTIONS | own | more
     dynamic = chosen.pop("dynamic", False)
     made: Callable[..., Any] = torch.compile(
         fn, backend="slime_fused", options=chosen, dynamic=dynamic

@@ -1,0 +1,812 @@
+"""What each ATen operator does to rows: where they lie in its result, and the same operator on some of them.
+
+Entry points: `block_of`, where the rows of a result are, from those of its operands; `step_of`, the operator over a
+chunk of the rows; `across`, an operator that adds over all rows. `_RULES` is the table.
+
+A value that has rows has them in a *block*: neighbouring dimensions whose sizes multiply to the number of rows, such as
+the first two of logits [B, T, V], the first of [B * T, V], the second of a transposed [V, N]. A chunk of such a value
+has the rows in front, in one dimension, and the other dimensions behind it in their order: [n, V]. A `Step` is the
+operator on chunks. A value without the block is `Whole`: the same for every chunk.
+
+NOTE [Row by row]
+An operator works row by row if what it computes for some rows follows from those rows of its operands alone. Cutting
+its operands into chunks and putting the results one behind the other then gives what it gives for all rows at once.
+The table says so of pointwise operators, of those that work along a dimension outside the block, of views and
+permutations that leave the block in one piece, and of a matmul whose other operand is whole. An operator that is not
+listed is not believed to do so. Longer than other files: the table stands in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fx_passes.graph.facts import Shape, same, value
+from fx_passes.graph.operators import (
+    CASTS,
+    RESHAPES,
+    SAME_VALUE,
+    TURNS,
+    is_elementwise,
+    under,
+)
+
+__all__ = [
+    "COUNT",
+    "Across",
+    "Block",
+    "Rows",
+    "Step",
+    "Whole",
+    "across",
+    "are_alternatives",
+    "block_of",
+    "shape_of_value",
+    "step_of",
+]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Block(NamedTuple):
+    """Dimensions [start, start + dims) of a value hold its rows."""
+
+    start: int
+    dims: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.dims
+
+    def moved(self, dim: int) -> int | None:
+        """Dimension `dim` of the value, in its chunks; None for one of the rows."""
+        if self.start <= dim < self.stop:
+            return None
+        return dim + 1 if dim < self.start else dim - self.dims + 1
+
+    def rest(self, shape: Sequence[Any]) -> list[Any]:
+        """The sizes outside the block."""
+        return [*shape[: self.start], *shape[self.stop :]]
+
+
+class _Count:
+    """The number of rows of a chunk, as an argument."""
+
+    def __repr__(self) -> str:
+        return "n"
+
+
+COUNT = _Count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A chunk of `node`, with `gap` dimensions of size 1 behind the rows."""
+
+    node: Node
+    block: Block
+    gap: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """All of `node`, without the dimensions of size 1 that stand where others have rows."""
+
+    node: Node
+    without: Block | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`target` on chunks: arguments are `Rows`, `Whole`, `COUNT`, nodes that are sizes, other steps, numbers, lists."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def operands(self) -> Iterator[Rows | Whole]:
+        return _operands((self.args, tuple(self.kwargs.values())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Across:
+    """What adds over rows.
+
+    Attributes:
+        how: "sum", "max" or "min" of what `step` gives for each chunk; "product": the two operands of `step` multiplied
+            over the rows and added.
+        mean_of: a mean over these dimensions of the operand, whose sum is to be divided.
+    """
+
+    how: str
+    step: Step
+    mean_of: tuple[int, ...] = ()
+
+
+Known = Callable[[Node], Block | None]
+"""The block of a node that is known to have rows."""
+
+
+def shape_of_value(node: Node) -> Shape:
+    """Of a tensor, or of the first one of several."""
+    found = value(node)
+    first = found[0] if isinstance(found, (tuple, list)) else found
+    return tuple(first.shape)
+
+
+def _operands(arg: Any) -> Iterator[Rows | Whole]:
+    if isinstance(arg, (Rows, Whole)):
+        yield arg
+    elif isinstance(arg, Step):
+        yield from arg.operands()
+    elif isinstance(arg, (tuple, list)):
+        for each in arg:
+            yield from _operands(each)
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    return math.prod(sizes)
+
+
+def normal(block: Block, shape: Sequence[Any]) -> Block:
+    """Without dimensions of size 1 at either end, so that equal blocks are spelled alike."""
+    start, stop = block.start, block.stop
+    while start < stop - 1 and same(shape[start], 1):
+        start += 1
+    while start < stop - 1 and same(shape[stop - 1], 1):
+        stop -= 1
+    return Block(start, stop - start)
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+_ELSEWHERE = {"device", "layout", "pin_memory", "memory_format", "requires_grad"}
+"""Arguments that say where and how a result lies, not what it is."""
+
+
+def _signature(node: Node) -> Any:
+    target: Any = node.target
+    return target._schema
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """The arguments by the names of the schema, defaults included."""
+    found: dict[str, Any] = {}
+    for at, argument in enumerate(_signature(node).arguments):
+        if at < len(_args(node)):
+            found[argument.name] = _args(node)[at]
+        else:
+            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return found
+
+
+def _called(node: Node, named: Mapping[str, Any]) -> Step:
+    """The operator of `node` with other arguments, positional ones first."""
+    args, kwargs = [], {}
+    for argument in _signature(node).arguments:
+        if argument.name in _ELSEWHERE:
+            continue
+        if argument.kwarg_only:
+            if named[argument.name] is not None:
+                kwargs[argument.name] = named[argument.name]
+        else:
+            args.append(named[argument.name])
+    return Step(node.target, tuple(args), kwargs)
+
+
+def _args(node: Node) -> Any:
+    """Positional arguments, of whatever type the operator takes."""
+    return node.args
+
+
+def _is_tensor(arg: object) -> bool:
+    return isinstance(arg, Node) and isinstance(value(arg), Tensor)
+
+
+def _tensors(arg: Any) -> list[Node]:
+    if isinstance(arg, (list, tuple)):
+        return [each for part in arg for each in _tensors(part)]
+    return [arg] if _is_tensor(arg) else []
+
+
+def _rank(node: Node) -> int:
+    return len(shape_of_value(node))
+
+
+def _has_block(node: Node, block: Block, sizes: Sequence[Any]) -> bool:
+    """Whether `node` has rows of these sizes in `block`."""
+    shape = shape_of_value(node)
+    if block.start < 0 or block.stop > len(shape):
+        return False
+    return all(same(a, b) for a, b in zip(shape[block.start : block.stop], sizes, strict=True))
+
+
+# ---- families -----------------------------------------------------------------------------------------------------
+
+_LIKE: set[Any] = {
+    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
+}  # fmt: skip
+_FACTORIES: dict[Any, str] = {
+    aten.full.default: "size",
+    aten.zeros.default: "size",
+    aten.ones.default: "size",
+    aten.empty.memory_format: "size",
+}
+"""One number everywhere; and the name of the argument that is the shape."""
+
+_ALONG: dict[Any, tuple[str, ...]] = {
+    aten.gather.default: ("self", "index"),
+    aten.scatter.src: ("self", "index", "src"),
+    aten.scatter.value: ("self", "index"),
+    aten.scatter.reduce: ("self", "index", "src"),
+    aten.scatter.value_reduce: ("self", "index"),
+    aten.scatter_add.default: ("self", "index", "src"),
+    aten.scatter_reduce.two: ("self", "index", "src"),
+    aten.sort.default: ("self",),
+    aten.sort.stable: ("self",),
+    aten.topk.default: ("self",),
+    aten.cumsum.default: ("self",),
+    aten.cumprod.default: ("self",),
+    aten.logcumsumexp.default: ("self",),
+    aten.flip.default: ("self",),
+    aten.slice.Tensor: ("self",),
+    aten.slice_scatter.default: ("self", "src"),
+    aten.index_select.default: ("self",),
+    aten.cat.default: ("tensors",),
+}
+"""Work along a dimension that stays; and the tensors that have it. All of them have rows, or are the same for all."""
+
+_REDUCTIONS: dict[Any, str] = {
+    aten.sum.default: "sum",
+    aten.sum.dim_IntList: "sum",
+    aten.mean.default: "mean",
+    aten.mean.dim: "mean",
+    aten.amax.default: "max",
+    aten.amin.default: "min",
+    aten.any.default: "",
+    aten.any.dim: "",
+    aten.any.dims: "",
+    aten.all.default: "",
+    aten.all.dim: "",
+    aten.prod.dim_int: "",
+    aten.argmax.default: "",
+    aten.argmin.default: "",
+    aten.max.dim: "",
+    aten.min.dim: "",
+    aten.var.correction: "",
+    aten.var_mean.correction: "",
+    aten.std.correction: "",
+    aten.logsumexp.default: "",
+    aten.linalg_vector_norm.default: "",
+    aten.median.dim: "",
+    aten.kthvalue.default: "",
+}
+"""Reduce dimensions; and how results for parts of the rows are put together, where they can be."""
+
+_MATMULS: set[Any] = {aten.mm.default, aten.addmm.default}
+if hasattr(aten.mm, "dtype"):
+    _MATMULS |= {aten.mm.dtype}
+
+_OWN: dict[str, tuple[str, ...]] = {
+    "slime_fused::row_stats": ("x", "scale"),
+    "slime_fused::row_grad": ("x", "terms", "affine", "index", "weight"),
+}
+"""Fused operators over [rows..., V], by their schemas' names: tensors of [rows..., ...], or one number."""
+
+_COLUMNS: set[Any] = {
+    aten.gather.default, aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default,
+    aten.logsumexp.default, aten.cumsum.default, aten.max.dim,
+}  # fmt: skip
+
+
+def _own(target: Any) -> tuple[str, ...] | None:
+    """The tensors of a fused operator."""
+    schema = getattr(target, "_schema", None)
+    return _OWN.get(schema.name) if schema is not None else None
+
+
+def are_alternatives(target: Any) -> bool:
+    """Whether an operator treats the last dimension of its first operand as alternatives."""
+    return target in _COLUMNS or _own(target) is not None
+
+
+def block_of(node: Node, known: Known) -> Block | None:
+    """Where the rows of `node` are, if it works row by row on operands that have them; else None."""
+    rule = _rule_of(node)
+    if rule is None:
+        return None
+    first = next((each for each in node.all_input_nodes if known(each) is not None), None)
+    block = None if first is None else known(first)
+    if first is None or block is None:
+        return None
+    return rule.block(node, first, block, known)
+
+
+def step_of(node: Node, block: Block) -> Step | None:
+    """`node` over a chunk of the rows that it has in `block`; None where it does not work row by row on them."""
+    rule = _rule_of(node)
+    return None if rule is None else rule.step(node, block)
+
+
+class Rule(NamedTuple):
+    """What an operator does to rows.
+
+    Attributes:
+        block: from the node, its first operand with rows, their block there, and what is known of others: the result's.
+        step: from the node and the block of its result: the operator over a chunk.
+    """
+
+    block: Callable[[Node, Node, Block, Known], Block | None]
+    step: Callable[[Node, Block], Step | None]
+
+
+def _rule_of(node: Node) -> Rule | None:
+    target: Any = node.target
+    if node.op != "call_function":
+        return None
+    if target is operator.getitem:
+        return Rule(_same_block, _item_step)
+    if not hasattr(target, "_schema") or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    if target in _RULES:
+        return _RULES[target]
+    if _own(target):
+        return Rule(_same_block, _own_step)
+    return Rule(_right_aligned, _pointwise) if is_elementwise(node) else None
+
+
+# ---- where the rows are -------------------------------------------------------------------------------------------
+
+
+def _same_block(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    return block
+
+
+def _right_aligned(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    return Block(block.start - _rank(first) + _rank(node), block.dims)
+
+
+def _in_view(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    return _block_of_view(shape_of_value(first), block, shape_of_value(node))
+
+
+def _after_select(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    dim = _bound(node)["dim"] % _rank(first)
+    if block.moved(dim) is None:
+        return None
+    return Block(block.start - (dim < block.start), block.dims)
+
+
+def _before_select(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    dim = _bound(node)["dim"] % _rank(node)
+    return Block(block.start + (dim <= block.start), block.dims)
+
+
+def _block_of_view(old: Shape, block: Block, new: Shape) -> Block | None:
+    before, rows = _product(old[: block.start]), _product(old[block.start : block.stop])
+    size: Any = 1
+    start = 0
+    while start < len(new) and not same(size, before):
+        size, start = size * new[start], start + 1
+    if not same(size, before):
+        return None
+    while start < len(new) and same(new[start], 1) and not same(rows, 1):
+        start += 1
+    size, stop = 1, start
+    while stop < len(new) and not same(size, rows):
+        size, stop = size * new[stop], stop + 1
+    return normal(Block(start, stop - start), new) if same(size, rows) and stop > start else None
+
+
+def _turned(node: Node) -> list[int]:
+    """Which dimension of the operand each one of the result is."""
+    rank = _rank(node)
+    if node.target is aten.t.default:
+        return list(range(rank))[::-1]
+    if node.target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = (dim % rank for dim in _args(node)[1:3])
+        order[a], order[b] = order[b], order[a]
+        return order
+    return [dim % rank for dim in _args(node)[1]]
+
+
+def _block_of_turn(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    order = _turned(node)
+    places = [order.index(dim) for dim in range(block.start, block.stop)]
+    in_order = all(b == a + 1 for a, b in itertools.pairwise(places))
+    return Block(places[0], block.dims) if in_order else None
+
+
+def _block_of_matmul(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    left, right = _args(node)[-2:] if node.target is aten.addmm.default else _args(node)[:2]
+    of_left, of_right = known(left), known(right)
+    if of_left == (0, 1) and of_right is None:
+        return Block(0, 1)
+    if of_right == (1, 1) and of_left is None:
+        return Block(1, 1)
+    return None
+
+
+def _reduced(node: Node, first: Node) -> list[int]:
+    named, rank = _bound(node), _rank(first)
+    dims = named.get("dim")
+    if dims is None or dims == []:
+        return list(range(rank))
+    return sorted(dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims]))
+
+
+def _block_of_reduction(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    dims = _reduced(node, first)
+    if any(block.moved(dim) is None for dim in dims):
+        return None
+    gone = 0 if _bound(node).get("keepdim") else sum(dim < block.start for dim in dims)
+    return Block(block.start - gone, block.dims)
+
+
+def _block_of_index(node: Node, first: Node, block: Block, known: Known) -> Block | None:
+    """Columns of rows that are taken by their own numbers; or the same columns of all rows."""
+    base, indices = _args(node)[:2]
+    if first is base and _columns_alone(indices) is not None:
+        return block
+    if first is not base or block != (0, 1) or len(indices) != 2:
+        return None
+    return Block(0, 1) if _is_every_row(indices[0], shape_of_value(base)[0]) else None
+
+
+def _columns_alone(indices: Any) -> int | None:
+    """The only dimension that is indexed, by a list of columns that is the same for all rows."""
+    given = [dim for dim, each in enumerate(indices) if each is not None]
+    if (
+        len(given) != 1
+        or _rank(indices[given[0]]) != 1
+        or value(indices[given[0]]).dtype == torch.bool
+    ):
+        return None
+    return given[0]
+
+
+def _column_indices(indices: Any, block: Block) -> list[Any] | None:
+    """The same for chunks of the rows in `block`."""
+    dim = _columns_alone(indices)
+    moved = None if dim is None else block.moved(dim)
+    if dim is None or moved is None:
+        return None
+    return [*[None] * moved, Whole(indices[dim])]
+
+
+def _is_every_row(index: Any, rows: Any) -> bool:
+    """[0, 1, ..., rows - 1], in a shape whose first dimension is all of it."""
+    if not isinstance(index, Node) or not same(shape_of_value(index)[0], rows):
+        return False
+    index = under(index, RESHAPES | CASTS | SAME_VALUE)
+    if index.target is not prims.iota.default:
+        return False
+    from_zero = index.kwargs["start"] == 0 and index.kwargs["step"] == 1
+    return from_zero and same(_args(index)[0], rows)
+
+
+# ---- the operator over a chunk ------------------------------------------------------------------------------------
+
+
+def _item_step(node: Node, block: Block) -> Step | None:
+    inner, at = _args(node)
+    return Step(operator.getitem, (Rows(inner, block), at))
+
+
+def _full_step(node: Node, block: Block) -> Step | None:
+    named, name = _bound(node), _FACTORIES[node.target]
+    return _called(node, {**named, name: [COUNT, *block.rest(named[name])]})
+
+
+def _view_step(node: Node, block: Block) -> Step | None:
+    inner = _args(node)[0]
+    old = _block_of_view(shape_of_value(node), block, shape_of_value(inner))
+    return None if old is None else _viewed(inner, old, _size_args(node, block))
+
+
+def _expand_step(node: Node, block: Block) -> Step | None:
+    inner, sizes = _args(node)[:2]
+    operand = _aligned(inner, shape_of_value(node), block)
+    return None if operand is None else Step(node.target, (operand, [COUNT, *block.rest(sizes)]))
+
+
+def _size_args(node: Node, block: Block) -> list[Any]:
+    """The sizes of `node` outside the block, as numbers or the nodes that its arguments give."""
+    shape = shape_of_value(node)
+    given = (
+        _args(node)[1]
+        if len(_args(node)) > 1 and isinstance(_args(node)[1], (list, tuple))
+        else None
+    )
+    if given is not None and len(given) == len(shape) and not any(same(size, -1) for size in given):
+        return block.rest(given)
+    return block.rest(shape)
+
+
+def _viewed(inner: Node, block: Block, rest: list[Any]) -> Step | None:
+    if any(isinstance(size, torch.SymInt) for size in rest):
+        return None
+    return Step(aten.reshape.default, (Rows(inner, block), [COUNT, *rest]))
+
+
+def _turned_step(node: Node, block: Block) -> Step:
+    inner: Node = _args(node)[0]
+    order = _turned(node)
+    places = order[block.start : block.stop]
+    old = Block(min(places), block.dims)
+    moved = [old.moved(dim) for at, dim in enumerate(order) if not block.start <= at < block.stop]
+    return Step(aten.permute.default, (Rows(inner, old), [0, *moved]))
+
+
+def _aligned(arg: Any, shape: Shape, block: Block) -> Rows | Whole | None:
+    """An operand that is broadcast to `shape`, which has rows in `block`; None where only some of its rows differ."""
+    own = shape_of_value(arg)
+    missing = len(shape) - len(own)
+    lead = [own[at - missing] if at >= missing else 1 for at in range(block.start, block.stop)]
+    if all(same(a, b) for a, b in zip(lead, shape[block.start : block.stop], strict=True)):
+        if block.start - missing < 0:
+            return None
+        return Rows(arg, Block(block.start - missing, block.dims), gap=missing)
+    if not all(same(size, 1) for size in lead):
+        return None
+    there = max(block.stop - missing, 0) - max(block.start - missing, 0)
+    return Whole(arg, Block(max(block.start - missing, 0), there) if there else None)
+
+
+def _pointwise(node: Node, block: Block) -> Step | None:
+    named, shape = _bound(node), shape_of_value(node)
+    found: dict[str, Any] = {}
+    for name, arg in named.items():
+        if _is_tensor(arg):
+            found[name] = _aligned(arg, shape, block)
+            if found[name] is None:
+                return None
+        elif _tensors(arg):
+            return None
+        else:
+            found[name] = arg
+    return _called(node, found)
+
+
+def _matmul_step(node: Node, block: Block) -> Step | None:
+    args: list[Any] = list(_args(node))
+    at = len(args) - 2 if node.target is aten.addmm.default else 0
+    place, other = (at, at + 1) if block == (0, 1) else (at + 1, at)
+    if block not in ((0, 1), (1, 1)):
+        return None
+    rows, whole = Rows(args[place], block), Whole(args[other])
+    if block == (1, 1):
+        # [V, D] [D, N] -> chunks [n, V]: the transpose of each factor, in the other order
+        if node.target is not aten.mm.default:
+            return None
+        return Step(aten.mm.default, (rows, Step(aten.permute.default, (whole, [1, 0]))))
+    args[place], args[other] = rows, whole
+    if node.target is aten.addmm.default:
+        bias = _aligned(args[0], shape_of_value(node), block)
+        if bias is None:
+            return None
+        args[0] = bias
+    return Step(node.target, tuple(args), node.kwargs)
+
+
+def _reduction_step(node: Node, block: Block) -> Step | None:
+    named = _bound(node)
+    inner: Node = named["self"]
+    dims = _reduced(node, inner)
+    old = block
+    if not named.get("keepdim"):
+        kept = [dim for dim in range(_rank(inner)) if dim not in dims]
+        places = kept[block.start : block.stop]
+        if not places or places[-1] - places[0] != len(places) - 1:
+            return None
+        old = Block(places[0], block.dims)
+    moved = [old.moved(dim) for dim in dims]
+    if None in moved:
+        return None
+    return _reduced_step(node, named, Rows(inner, old), moved)
+
+
+def _reduced_step(
+    node: Node, named: dict[str, Any], operand: Rows, dims: Sequence[int | None]
+) -> Step | None:
+    listed = any(a.name == "dim" and "[]" in str(a.type) for a in _signature(node).arguments)
+    if "dim" not in named:  # of all dimensions
+        return None
+    return _called(node, {**named, "self": operand, "dim": list(dims) if listed else dims[0]})
+
+
+def _select_step(node: Node, block: Block) -> Step | None:
+    named = _bound(node)
+    inner: Node = named["self"]
+    dim = named["dim"] % _rank(inner)
+    old = Block(block.start + (dim <= block.start), block.dims)
+    moved = old.moved(dim)
+    if moved is None:
+        return None
+    return _called(node, {**named, "self": Rows(inner, old), "dim": moved})
+
+
+def _backward_step(node: Node, block: Block) -> Step | None:
+    named = _bound(node)
+    dim = named["dim"] % _rank(node)
+    moved = block.moved(dim)
+    if moved is None:
+        return None
+    drops = node.target is aten.select_backward.default and dim < block.start
+    grad = Rows(named["grad_output"], Block(block.start - drops, block.dims))
+    sizes = [COUNT, *block.rest(named["input_sizes"])]
+    return _called(node, {**named, "grad_output": grad, "input_sizes": sizes, "dim": moved})
+
+
+def _along_step(node: Node, block: Block) -> Step | None:
+    named = _bound(node)
+    name = "dims" if "dims" in named else "dim"
+    rank, dims = _rank(node), named[name]
+    dims = -1 if dims is None else dims
+    moved = [block.moved(d % rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    if None in moved:
+        return None
+    lead = shape_of_value(node)[block.start : block.stop]
+    found = {**named, name: moved if isinstance(dims, (list, tuple)) else moved[0]}
+    for each in _ALONG[node.target]:
+        operand = _rows_operand(named[each], block, lead)
+        if operand is None:
+            return None
+        found[each] = operand
+    if node.target is aten.index_select.default:
+        found["index"] = Whole(named["index"])
+    return _called(node, found)
+
+
+def _rows_operand(arg: Any, block: Block, lead: Sequence[Any]) -> Any:
+    if isinstance(arg, (list, tuple)):
+        found = [_rows_operand(each, block, lead) for each in arg]
+        return None if None in found else found
+    return Rows(arg, block) if _has_block(arg, block, lead) else None
+
+
+def _own_step(node: Node, block: Block) -> Step | None:
+    named = _bound(node)
+    lead = shape_of_value(named["x"])[block.start : block.stop]
+    if block.stop >= _rank(named["x"]):  # the last dimension is the vocabulary
+        return None
+    found = dict(named)
+    for name in _own(node.target) or ():
+        arg = named[name]
+        if arg is None:
+            continue
+        if not shape_of_value(arg):
+            found[name] = Whole(arg)
+        elif _has_block(arg, block, lead):
+            found[name] = Rows(arg, block)
+        else:
+            return None
+    return _called(node, {**found, "region": ""})
+
+
+def _index_step(node: Node, block: Block) -> Step | None:
+    base, indices = _args(node)[:2]
+    found = _column_indices(indices, block)
+    if found is None and len(indices) == 2:
+        found = _indices(indices[0], indices[1], shape_of_value(base)[0], block)
+    if found is None:
+        return None
+    return Step(aten.index.Tensor, (Rows(base, block), found))
+
+
+def _index_write_step(node: Node, block: Block) -> Step | None:
+    base, indices, values, *accumulate = _args(node)
+    shape = shape_of_value(node)
+    lead = shape[block.start : block.stop]
+    same_columns = _column_indices(indices, block)
+    if same_columns is not None:
+        of_rows = (_rows_operand(each, block, lead) for each in (base, values))
+        into, written = of_rows
+        if into is None or written is None or _rank(values) != len(shape):
+            return None
+        return Step(node.target, (into, same_columns, written, *accumulate))
+    if len(indices) != 2 or len(shape) != 2:
+        return None
+    every, columns = indices
+    found = _indices(every, columns, shape[0], block)
+    if found is None:
+        return None
+    written = _aligned(values, _broadcast(every, columns), block)
+    if written is None or not _has_block(base, block, shape[:1]):
+        return None
+    return Step(node.target, (Rows(base, block), found, written, *accumulate))
+
+
+def _indices(every: Any, columns: Any, rows: Any, block: Block) -> list[Any] | None:
+    """Each row's own number, and columns of it."""
+    if block != (0, 1) or not _is_tensor(columns) or not _is_every_row(every, rows):
+        return None
+    shape = _broadcast(every, columns)
+    operand = _aligned(columns, shape, block)
+    if operand is None or not same(shape[0], rows):
+        return None
+    numbers = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
+    own = Step(prims.iota.default, (COUNT,), numbers)
+    return [Step(aten.reshape.default, (own, [COUNT, *[1] * (len(shape) - 1)])), operand]
+
+
+def _broadcast(left: Node, right: Node) -> Shape:
+    one, other = shape_of_value(left), shape_of_value(right)
+    rank = max(len(one), len(other))
+    padded = [(1,) * (rank - len(each)) + each for each in (one, other)]
+    return tuple(b if same(a, 1) else a for a, b in zip(*padded, strict=True))
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_FACTORIES, Rule(_same_block, _full_step)),
+    **dict.fromkeys(_LIKE, Rule(_right_aligned, _pointwise)),
+    **dict.fromkeys(RESHAPES, Rule(_in_view, _view_step)),
+    **dict.fromkeys(TURNS, Rule(_block_of_turn, _turned_step)),
+    **dict.fromkeys(_MATMULS, Rule(_block_of_matmul, _matmul_step)),
+    **dict.fromkeys(_REDUCTIONS, Rule(_block_of_reduction, _reduction_step)),
+    **dict.fromkeys(_ALONG, Rule(_same_block, _along_step)),
+    aten.expand.default: Rule(_right_aligned, _expand_step),
+    aten.select.int: Rule(_after_select, _select_step),
+    aten.select_backward.default: Rule(_before_select, _backward_step),
+    aten.slice_backward.default: Rule(_same_block, _backward_step),
+    aten.index.Tensor: Rule(_block_of_index, _index_step),
+    aten.index_put.default: Rule(_same_block, _index_write_step),
+}
+"""Pointwise operators and the fused ones are not listed: see `_rule_of`."""
+
+
+# ---- over all rows ------------------------------------------------------------------------------------------------
+
+
+def across(node: Node, known: Known) -> Across | None:
+    """How `node` adds over the rows of its operands; None where it does not."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return None
+    if target is aten.mm.default or target is getattr(aten.mm, "dtype", None):
+        left, right = _args(node)[:2]
+        places = known(left), known(right)
+        if places in (((1, 1), (0, 1)), ((1, 1), None), (None, (0, 1))):
+            operands = Rows(left, Block(1, 1)), Rows(right, Block(0, 1))
+            return Across("product", Step("operands", operands))
+        return None
+    how = _REDUCTIONS.get(target)
+    if not how:
+        return None
+    inner: Node = _args(node)[0]
+    block = known(inner)
+    dims = _reduced(node, inner) if block is not None else []
+    if block is None or not set(range(block.start, block.stop)) <= set(dims):
+        return None
+    moved = [0, *(block.moved(d) for d in dims if block.moved(d) is not None)]
+    return _added(node, inner, block, how, moved, dims)
+
+
+def _added(
+    node: Node, inner: Node, block: Block, how: str, moved: list[Any], dims: list[int]
+) -> Across | None:
+    operand = Rows(inner, block)
+    if how in ("max", "min"):
+        step = Step(aten.amax.default if how == "max" else aten.amin.default, (operand, moved))
+        return Across(how, step)
+    dtype: torch.dtype = value(node).dtype
+    if not (dtype.is_floating_point or how == "sum"):
+        return None
+    kwargs = {"dtype": wide_dtype(dtype)}
+    step = Step(aten.sum.dim_IntList, (operand, moved), kwargs)
+    return Across("sum", step, tuple(dims) if how == "mean" else ())
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over chunks are kept in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,0 +1,173 @@
+"""Whether what a region makes in backward can be made in forward, in the loop that has the values at hand.
+
+Entry point: `tangent_of`. The gradient of a scalar loss is a multiple of one number that backward brings, its tangent:
+torch's derivatives are linear in it, but for what a program does to gradients itself (a hook that clamps them, an
+`autograd.Function`). Where each operator between the tangent and the results keeps a multiple a multiple, forward makes
+the results for a tangent of 1, and backward multiplies them. A head's logits are then made once instead of twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fx_passes.graph.backward import is_tangent
+from fx_passes.graph.facts import byte_count, is_backward, shape_of, value
+from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero
+from fx_passes.graph.order import ancestors, descendants
+from fx_passes.linear.degrees import (
+    LINEAR,
+    MULTIPLE,
+    PLAIN,
+    ZERO,
+    NotInForward,
+    degree_of_result,
+    line_of,
+)
+from fx_passes.rows.loops import Loop
+from fx_passes.rows.region import Region
+
+__all__ = ["tangent_of"]
+
+aten = torch.ops.aten
+
+_OF_FIRST: set[Any] = LINEAR | {
+    aten.gather.default, aten.index_select.default, aten.index.Tensor, aten.slice_backward.default,
+    aten.select_backward.default, aten.flip.default, aten.cumsum.default, aten.mean.dim, aten.mean.default,
+}  # fmt: skip
+"""Linear in the first operand, whatever the others are."""
+
+_INTO: dict[Any, tuple[int, int]] = {
+    aten.scatter.src: (0, 3),
+    aten.scatter_add.default: (0, 3),
+    aten.index_put.default: (0, 2),
+}
+"""Linear in a base and in what is written into it together."""
+
+
+def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
+    """The tangent of which every result of `loops` that depends on one is a multiple.
+
+    Raises:
+        NotInForward: there is none, with the reason.
+    """
+    tangents = [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
+    results = [n for loop in loops if loop.backward for n in loop.results]
+    above = ancestors(results)
+    reached = [n for n in tangents if n in above]
+    if len(reached) != 1 or shape_of(reached[0]):
+        raise NotInForward("the gradient does not come from one scalar loss")
+    _check_kept(region, results)
+    moving = descendants(reached)
+    degrees = _Degrees(reached[0])
+    for node in graph.nodes:
+        if node in moving and node in above:
+            degrees.enter(node)
+    for node in results:
+        if node in moving:
+            degrees.enter(node)
+    if any(is_collective(n) and is_backward(n) for n in above):
+        raise NotInForward(
+            "it needs a collective of backward, which other ranks may not run in forward"
+        )
+    return reached[0]
+
+
+def _check_kept(region: Region, results: Iterable[Node]) -> None:
+    """What forward makes is kept until backward."""
+    for node in results:
+        if region.is_wide(node):
+            raise NotInForward("the gradient is as large as the logits")
+        if value(node).dtype == torch.float16:
+            raise NotInForward("float16 has no room for a gradient before the loss is scaled")
+    if any("recompute" in node.meta for node in region.steps):
+        raise NotInForward("the program wants it made again in backward (checkpoint)")
+
+
+def kept_bytes(region: Region, loops: Iterable[Loop]) -> int:
+    """Of sums in half precision, which need another one in float32 while they are made."""
+    results = [n for loop in loops if loop.backward for n in loop.results if n in region.sums]
+    return sum(2 * byte_count(n) for n in results if value(n).dtype.itemsize == 2)
+
+
+def _name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def _is_linear(target: Any, found: Sequence[str]) -> bool:
+    """Whether operands of these degrees, a multiple among them, give a multiple."""
+    if target in _OF_FIRST:
+        return found[0] == MULTIPLE and MULTIPLE not in found[1:]
+    if target in _INTO:
+        return PLAIN not in [found[at] for at in _INTO[target]]
+    if target in MATMULS:
+        return PLAIN not in found[:-2] and sorted(found[-2:]) == sorted([MULTIPLE, PLAIN])
+    # a * b + c; torch 2.11 has none
+    fma = _name(target) == "prims::fma"
+    return fma and found[:2].count(MULTIPLE) == 1 and found[2] != PLAIN
+
+
+_MIXED = "mixed"
+"""Multiples and others, joined: the coefficients of a fused gradient."""
+
+
+class _Degrees:
+    """How each value depends on the tangent."""
+
+    def __init__(self, tangent: Node) -> None:
+        self.known: dict[Node, str] = {tangent: MULTIPLE}
+
+    def of(self, arg: Any) -> str:
+        if isinstance(arg, Node):
+            return self.known.get(arg) or (ZERO if is_zero(arg) else PLAIN)
+        if isinstance(arg, (list, tuple)):
+            found = {self.of(each) for each in arg} - {ZERO}
+            return _MIXED if len(found) > 1 else found.pop() if found else ZERO
+        return ZERO if isinstance(arg, (int, float)) and arg == 0 else PLAIN
+
+    def enter(self, node: Node) -> None:
+        if node not in self.known and node.op == "call_function":
+            self.known[node] = self._found(node)
+
+    def _found(self, node: Node) -> str:
+        target: Any = node.target
+        if _name(target) == "slime_fused::row_grad":
+            return self._of_gradient(node)
+        if not isinstance(value(node), Tensor):
+            raise NotInForward(f"{line_of(node)} depends on the loss's gradient")
+        if target is aten.cat.default:
+            return self.of(node.args[0])
+        found = [self.of(arg) for arg in node.args]
+        if _MIXED in found:
+            return _MIXED if target in RESHAPES else self._refused(node)
+        if MULTIPLE in found and _is_linear(target, found):
+            return MULTIPLE
+        return self._refused(node) if target in MATMULS else degree_of_result(node, found)
+
+    def _refused(self, node: Node) -> str:
+        raise NotInForward(f"{line_of(node)} is not linear in the loss's gradient")
+
+    def _of_gradient(self, node: Node) -> str:
+        """Coefficients that are multiples, of exponentials that are none: see docs/ops.md."""
+        x, terms, affine, index, weight = node.args[:5]
+        self._check_cells(node, terms, [PLAIN] * 3 + [MULTIPLE] * 2)
+        self._check_cells(node, affine, [MULTIPLE, PLAIN, MULTIPLE])  # f * (x - center) + e
+        self._check_cells(node, weight, [MULTIPLE])
+        if MULTIPLE in (self.of(x), self.of(index)):
+            self._refused(node)
+        return MULTIPLE
+
+    def _check_cells(self, node: Node, packed: Any, degrees: Sequence[str]) -> None:
+        while packed.target in RESHAPES:
+            packed = packed.args[0]
+        parts = packed.args[0] if packed.target is aten.cat.default else [packed]
+        if 0 in shape_of(packed):
+            return
+        for at, part in enumerate(parts):
+            if self.of(part) not in (ZERO, degrees[at % len(degrees)]):
+                self._refused(node)

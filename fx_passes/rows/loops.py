@@ -1,0 +1,164 @@
+"""Which loops over chunks a region becomes, and what each of them makes.
+
+Entry point: `loops_of`. A loop computes values for one chunk of rows after the other. A value that needs a sum over all
+rows, or something that the graph computes outside the region from results of a loop, is one *level* later; so is a
+value that needs a tangent. Each loop computes its wide values again from what the region is given, so that none of them
+exists as a whole. Numbers per row and sums are computed once, by the first loop that can, and kept.
+
+    loss = (p * q).sum(-1).mean()       level 0: p * q, its sum per row; the mean is outside
+    d loss / d logits                   level 1, since it needs a tangent: p and q again, and the gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.rows import Rows, Step
+from fx_passes.rows.region import Region
+
+__all__ = ["Loop", "loops_of"]
+
+
+@dataclass
+class Loop:
+    """One loop over chunks of rows.
+
+    Attributes:
+        level: what it needs is made by loops of lower levels.
+        results: what the graph, or a later loop, needs of it, in the order of the graph.
+        body: what it computes for a chunk, in the order of the graph.
+        backward: it needs what belongs to backward.
+    """
+
+    level: int
+    backward: bool
+    results: dict[Node, None] = field(default_factory=dict)
+    body: dict[Node, None] = field(default_factory=dict)
+
+
+def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
+    """The loops of `region` by their levels, without those that nothing needs.
+
+    Args:
+        early: nothing waits for backward: `early.py` says where that may be.
+    """
+    levels = _Levels(graph, region, early)
+    return _Demands(graph, region, levels).loops()
+
+
+class _Levels:
+    """Of each node the level at which a chunk of it can be made, and the first level that may be given it whole."""
+
+    def __init__(self, graph: Graph, region: Region, early: bool) -> None:
+        self.region = region
+        self.early = early
+        self.level: dict[Node, int] = {}
+        self.ready: dict[Node, int] = {}
+        self.in_loop: set[Node] = set()
+        nodes = list(graph.nodes)
+        self.backward = 0
+        for node in nodes:
+            if not self.waits(node):
+                self._enter(node)
+        self.backward = 1 + max((self.level[n] for n in self.in_loop), default=-1)
+        for node in nodes:
+            if self.waits(node):
+                self._enter(node)
+
+    def waits(self, node: Node) -> bool:
+        """For backward."""
+        return is_backward(node) and not self.early
+
+    def _enter(self, node: Node) -> None:
+        region = self.region
+        first = self.backward if self.waits(node) else 0
+        inputs = [each for each in node.all_input_nodes if each in self.ready]
+        if node not in region.steps and node not in region.sums:
+            self.ready[node] = max([first, *(self.ready[each] for each in inputs)])
+            return
+        # a chunk of what a loop of this level makes is at hand in it, all of it only afterwards
+        found = [self.level[each] if self._of_loop(each) else self.ready[each] for each in inputs]
+        level = self.level[node] = max([first, *found])
+        reads = any(self._of_loop(each) and self.level[each] == level for each in inputs)
+        wide = any(region.is_wide(each) for each in inputs) or region.made_wide(node)
+        if wide or reads or node in region.sums:
+            self.in_loop.add(node)
+            self.ready[node] = level + 1
+        else:
+            self.ready[node] = max([first, *(self.ready[each] for each in inputs)])
+
+    def _of_loop(self, node: Node) -> bool:
+        return node in self.in_loop and node not in self.region.sums
+
+    def is_frontier(self, node: Node) -> bool:
+        """Narrow, and made of something wide: a loop has to make it."""
+        region = self.region
+        narrow = node in region.steps and not region.is_wide(node)
+        return narrow and any(region.is_wide(each) for each in node.all_input_nodes)
+
+
+class _Demands:
+    """What the graph needs of the loops, beginning with what it returns."""
+
+    def __init__(self, graph: Graph, region: Region, levels: _Levels) -> None:
+        self.region, self.levels = region, levels
+        self.order = {node: at for at, node in enumerate(graph.nodes)}
+        self.found: dict[int, Loop] = {}
+        self.seen: set[Node] = set()
+        self.waiting = [n for n in graph.nodes if n.op == "output" or n.is_impure()]
+        while self.waiting:
+            self._need(self.waiting.pop())
+
+    def loops(self) -> list[Loop]:
+        for loop in self.found.values():
+            for kept in (loop.results, loop.body):
+                ordered = sorted(kept, key=self.order.__getitem__)
+                kept.clear()
+                kept.update(dict.fromkeys(ordered))
+        return [self.found[level] for level in sorted(self.found)]
+
+    def _need(self, node: Node) -> None:
+        """`node` is read outside the loops, or by a later one."""
+        if node in self.seen:
+            return
+        self.seen.add(node)
+        region, levels = self.region, self.levels
+        made = node in region.sums or region.made_wide(node) or levels.is_frontier(node)
+        if not made or not isinstance(value(node), Tensor):
+            self.waiting += node.all_input_nodes
+            return
+        level = levels.level[node]
+        loop = self.found.setdefault(level, Loop(level, levels.waits(node)))
+        loop.results[node] = None
+        self._fill(loop, [node])
+
+    def _fill(self, loop: Loop, nodes: Iterable[Node]) -> None:
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node in loop.body:
+                continue
+            loop.body[node] = None
+            for operand in self.step(node).operands():
+                inner = operand.node
+                if isinstance(operand, Rows) and self.is_in(loop, inner):
+                    stack.append(inner)
+                else:
+                    self.waiting.append(inner)
+
+    def step(self, node: Node) -> Step:
+        region = self.region
+        return region.sums[node].step if node in region.sums else region.steps[node]
+
+    def is_in(self, loop: Loop, node: Node) -> bool:
+        """Whether `loop` makes its chunks of `node` itself."""
+        if node not in self.region.steps:
+            return False
+        if self.region.is_wide(node):
+            return True
+        return node in self.levels.in_loop and self.levels.level[node] == loop.level

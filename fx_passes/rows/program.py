@@ -1,0 +1,199 @@
+"""A loop as text, for an operator that runs it: `slime_fused::row_loop`.
+
+Entry point: `Program`. NOTE [Loops as text] says how it looks; `slime_compile/ops/row_loop.py` reads it.
+
+NOTE [Loops as text]
+What a loop computes is an argument of its operator, so that compiled code can be kept by torch's caches, whose key is
+the graph's text. It is JSON:
+
+    rows      of each tensor with rows its block: [start, count]
+    steps     [operator, arguments, keyword arguments], in an order that can run
+    results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
+              ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
+              ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
+    wide      [columns, bytes of one]: of the widest value of a chunk
+
+Values are numbered: tensors with rows, tensors without, then the result of each step. An argument is a number, a list,
+or one of {"v": value}, {"n": 1} for the rows of the chunk, {"s": i} for size number i, {"d": dtype}.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import SizeArg, value
+from fx_passes.graph.rows import (
+    COUNT,
+    Across,
+    Block,
+    Rows,
+    Step,
+    Whole,
+    normal,
+    shape_of_value,
+    wide_dtype,
+)
+from fx_passes.rows.loops import Loop
+from fx_passes.rows.region import Region
+
+aten = torch.ops.aten
+
+
+class Untold(Exception):
+    """A step has an argument that the text cannot hold; the message says which."""
+
+
+class Program:
+    """The text of a loop, and the nodes that its operator is given.
+
+    Args:
+        made: what earlier loops have made, as [N, *sizes] or, sums, as it is.
+        given: a value of the graph as the loop is given it.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        region: Region,
+        emit: Emitter,
+        made: Mapping[Node, Node],
+        given: Callable[[Node], Node],
+    ) -> None:
+        self.loop, self.region, self.emit, self.made, self.given = loop, region, emit, made, given
+        self.rows: dict[tuple[Node, Block], int] = {}
+        self.whole: dict[Node, int] = {}
+        self.sizes: list[Node] = []
+        self.steps: list[list[Any]] = []
+        self._at: dict[Node, Any] = {}
+        self._known: dict[str, Any] = {}
+        self.results: list[list[Any]] = []
+        for node in loop.body:
+            if node not in region.sums:
+                self._at[node] = self._step(region.steps[node])
+        for node in loop.results:
+            self.results.append(self._result(node))
+
+    def text(self) -> str:
+        """See NOTE [Loops as text]."""
+        first = len(self.rows), len(self.rows) + len(self.whole)
+
+        def numbered(arg: Any) -> Any:
+            if isinstance(arg, dict) and "v" in arg:
+                kind, at = arg["v"]
+                return {"v": at + {"rows": 0, "whole": first[0], "step": first[1]}[kind]}
+            if isinstance(arg, list):
+                return [numbered(each) for each in arg]
+            if isinstance(arg, dict):
+                return {key: numbered(each) for key, each in arg.items()}
+            return arg
+
+        found = {
+            "rows": [list(block) for _, block in self.rows],
+            "steps": numbered(self.steps),
+            "results": numbered(self.results),
+            "wide": self.region.widest(self.loop.body),
+        }
+        return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _step(self, step: Step) -> Any:
+        args = [self._argument(arg) for arg in step.args]
+        kwargs = {name: self._argument(arg) for name, arg in step.kwargs.items()}
+        name = "getitem" if step.target is operator.getitem else str(step.target)
+        told = [name, args, kwargs]
+        key = repr(told)
+        if key not in self._known:
+            self._known[key] = {"v": ("step", len(self.steps))}
+            self.steps.append(told)
+        return self._known[key]
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Rows):
+            return self._chunk(arg)
+        if isinstance(arg, Whole):
+            return self._given(arg)
+        if isinstance(arg, Step):
+            return self._step(arg)
+        if arg is COUNT:
+            return {"n": 1}
+        if isinstance(arg, Node):
+            return self._size(arg)
+        if isinstance(arg, torch.dtype):
+            return {"d": str(arg).removeprefix("torch.")}
+        if isinstance(arg, (list, tuple)):
+            return [self._argument(each) for each in arg]
+        if arg is None or isinstance(arg, (bool, int, float, str)):
+            return arg
+        raise Untold(f"an argument is {arg}")
+
+    def _size(self, node: Node) -> Any:
+        if not isinstance(value(node), torch.SymInt):
+            raise Untold(f"an argument is {node}, no size")
+        if node not in self.sizes:
+            self.sizes.append(node)
+        return {"s": self.sizes.index(node)}
+
+    def _chunk(self, operand: Rows) -> Any:
+        node, block = operand.node, operand.block
+        if node in self._at:
+            found = self._at[node]
+        else:
+            of_loop = self.made.get(node)
+            outer, block = (self.given(node), block) if of_loop is None else (of_loop, Block(0, 1))
+            key = outer, normal(block, shape_of_value(outer))
+            found = {"v": ("rows", self.rows.setdefault(key, len(self.rows)))}
+        if not operand.gap:
+            return found
+        rest = operand.block.rest(shape_of_value(node))
+        sizes = [{"n": 1}, *[1] * operand.gap, *(self._number(size) for size in rest)]
+        told = [str(aten.reshape.default), [found, sizes], {}]
+        key_ = repr(told)
+        if key_ not in self._known:
+            self._known[key_] = {"v": ("step", len(self.steps))}
+            self.steps.append(told)
+        return self._known[key_]
+
+    def _number(self, size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        found: SizeArg | None = self.emit.size_of(size.node.expr)
+        if found is None:
+            raise Untold(f"an argument is {size}")
+        return found if isinstance(found, int) else self._size(found)
+
+    def _given(self, operand: Whole) -> Any:
+        node = self.made.get(operand.node) or self.given(operand.node)
+        if operand.without is not None and operand.without.dims:
+            sizes = self.emit.sizes(node)
+            node = self.emit.reshape(node, operand.without.rest(sizes))
+        return {"v": ("whole", self.whole.setdefault(node, len(self.whole)))}
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def _result(self, node: Node) -> list[Any]:
+        found = self.region.sums.get(node)
+        dtype = str(value(node).dtype).removeprefix("torch.")
+        if found is None:
+            block = self.region.blocks[node]
+            rest = [self._number(size) for size in block.rest(shape_of_value(node))]
+            return ["rows", self._at[node], dtype, rest]
+        return self._sum(node, found, dtype)
+
+    def _sum(self, node: Node, found: Across, dtype: str) -> list[Any]:
+        shape = [self._number(size) for size in shape_of_value(node)]
+        if found.how == "product":
+            left, right = (self._argument(arg) for arg in found.step.args)
+            return ["product", left, right, dtype, shape]
+        if found.how == "sum":
+            wide = wide_dtype(value(node).dtype)
+            dtype = str(wide if found.mean_of else value(node).dtype).removeprefix("torch.")
+        return [found.how, self._step(found.step), dtype, shape]

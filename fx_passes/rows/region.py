@@ -1,0 +1,211 @@
+"""The part of a graph that works row by row, around values that are as wide as a vocabulary.
+
+Entry point: `regions_of`. A region begins at a value whose columns are treated as alternatives (a gather, a maximum, a
+sort, a fused operator), and grows over everything that has the same rows: `steps` say how each node is computed over a
+chunk of them, `sums` which nodes add over all of them. Everything else is outside, and the region is given it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fx_passes.graph.facts import hint, is_wide, same, value
+from fx_passes.graph.rows import (
+    Across,
+    Block,
+    Rows,
+    Step,
+    across,
+    are_alternatives,
+    block_of,
+    normal,
+    shape_of_value,
+    step_of,
+)
+
+aten = torch.ops.aten
+
+_SHARE = 4  # of the vocabulary: what has fewer columns than that share of it is narrow
+_SCALES: set[Any] = {aten.exp.default, aten.log.default, aten.exp2.default, aten.log1p.default}
+
+
+@dataclass
+class Region:
+    """What works row by row on `rows` rows.
+
+    Attributes:
+        vocab: columns of the values that it began with.
+        blocks: where the rows lie in each value that has them, given ones included.
+        steps: of each node that is computed row by row.
+        sums: of each node that adds over all rows.
+    """
+
+    rows: Any
+    vocab: Any
+    blocks: dict[Node, Block] = field(default_factory=dict)
+    steps: dict[Node, Step] = field(default_factory=dict)
+    sums: dict[Node, Across] = field(default_factory=dict)
+
+    def is_wide(self, node: Node) -> bool:
+        """Has rows, and about as many columns as the vocabulary; so has what gives several values."""
+        if node not in self.blocks:
+            return False
+        if not isinstance(value(node), Tensor):
+            return True
+        columns = math.prod(map(hint, self.blocks[node].rest(shape_of_value(node))))
+        return columns * _SHARE >= hint(self.vocab)
+
+    def made_wide(self, node: Node) -> bool:
+        """Wide, and computed in the region."""
+        return node in self.steps and self.is_wide(node)
+
+    def widest(self, nodes: Iterable[Node]) -> tuple[int, int]:
+        """Columns, and bytes of one, of the widest value among `nodes`."""
+        found = [(1, 4)]
+        for node in filter(self.is_wide, nodes):
+            fakes = value(node)
+            for fake in fakes if isinstance(fakes, (tuple, list)) else (fakes,):
+                columns = math.prod(map(hint, self.blocks[node].rest(tuple(fake.shape))))
+                found.append((columns, fake.element_size()))
+        return max(found, key=math.prod)
+
+
+def regions_of(graph: Graph, min_vocab: int) -> list[Region]:
+    """The regions of `graph`, the largest vocabulary first; they have no node in common."""
+    found: list[Region] = []
+    seeds = sorted(_seeds(graph, min_vocab), key=lambda n: -hint(shape_of_value(n)[-1]))
+    taken: set[Node] = set()
+    for seed in seeds:
+        widest = hint(shape_of_value(seeds[0])[-1])
+        if seed in taken or hint(shape_of_value(seed)[-1]) * _SHARE < widest:
+            continue
+        region = _grown(graph, seed)
+        mine = region.steps.keys() | region.sums.keys()
+        if taken.isdisjoint(mine) and _is_of_alternatives(region):
+            found.append(region)
+            taken |= region.blocks.keys() | mine
+    return found
+
+
+def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
+    """Values whose columns somebody treats as alternatives."""
+    seen: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_about_columns(node):
+            continue
+        wide = node.all_input_nodes[0]
+        if wide not in seen and is_wide(wide, min_vocab) and not same(_rows(wide), 1):
+            seen.add(wide)
+            yield wide
+
+
+def _is_about_columns(node: Node) -> bool:
+    if node.target is aten.amax.default:
+        dims: Any = node.args[1] if len(node.args) > 1 else []
+        return len(dims) == 1 and dims[0] % len(shape_of_value(node.all_input_nodes[0])) == (
+            len(shape_of_value(node.all_input_nodes[0])) - 1
+        )
+    return are_alternatives(node.target)
+
+
+def _rows(wide: Node) -> Any:
+    return math.prod(shape_of_value(wide)[:-1])
+
+
+def _is_of_alternatives(region: Region) -> bool:
+    """A maximum alone may be of anything: with an exponential beside it, it is a softmax's."""
+    nodes = [n for n in region.steps if n.op == "call_function"]
+    return any(are_alternatives(n.target) or n.target in _SCALES for n in nodes)
+
+
+def _grown(graph: Graph, seed: Node) -> Region:
+    shape = shape_of_value(seed)
+    region = Region(_rows(seed), shape[-1])
+    growth = _Growth(region)
+    if not growth.enter(seed, normal(Block(0, len(shape) - 1), shape)):
+        region.blocks[seed] = normal(Block(0, len(shape) - 1), shape)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    size = -1
+    while size != len(region.blocks):
+        size = len(region.blocks)
+        for node in nodes:
+            if node not in region.steps and node not in region.sums:
+                growth.look_at(node)
+    return region
+
+
+class _Growth:
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def look_at(self, node: Node) -> None:
+        """Takes `node` into the region if it works on rows of what is there."""
+        known = self.region.blocks.get
+        block = block_of(node, known)
+        if block is not None:
+            self.enter(node, block)
+            return
+        found = across(node, known)
+        if found is not None and self._agrees(found.step):
+            self.region.sums[node] = found
+            self._pull(found.step)
+
+    def enter(self, node: Node, block: Block) -> bool:
+        """Whether `node` can be computed over chunks of the rows in `block`; then it is of the region."""
+        block = normal(block, shape_of_value(node))
+        if node in self.region.blocks:
+            return self.region.blocks[node] == block
+        if not self._has_rows(node, block):
+            return False
+        if node.target is operator.getitem and not self.enter(node.all_input_nodes[0], block):
+            return False
+        step = step_of(node, block)
+        if step is None or not self._agrees(step):
+            return False
+        self.region.blocks[node], self.region.steps[node] = block, step
+        self._pull(step)
+        return True
+
+    def _has_rows(self, node: Node, block: Block) -> bool:
+        shape = shape_of_value(node)
+        if block.start < 0 or block.stop > len(shape):
+            return False
+        return same(math.prod(shape[block.start : block.stop]), self.region.rows)
+
+    def _agrees(self, step: Step) -> bool:
+        """Every operand has its rows where the step wants them, as far as that is known."""
+        for operand in step.operands():
+            known = self.region.blocks.get(operand.node)
+            if not isinstance(operand, Rows):
+                if known is not None:
+                    return False
+            elif (known is not None and known != _normal(operand)) or not self._has_rows(
+                operand.node, operand.block
+            ):
+                return False
+        return True
+
+    def _pull(self, step: Step) -> None:
+        """Wide operands that are not there yet come into the region, if they work row by row; else it is given them."""
+        for operand in step.operands():
+            node = operand.node
+            if not isinstance(operand, Rows) or node in self.region.blocks:
+                continue
+            if node.op == "call_function" and self._is_large(node, operand.block):
+                self.enter(node, operand.block)
+
+    def _is_large(self, node: Node, block: Block) -> bool:
+        columns = math.prod(map(hint, block.rest(shape_of_value(node))))
+        return columns * _SHARE >= hint(self.region.vocab)
+
+
+def _normal(operand: Rows) -> Block:
+    return normal(operand.block, shape_of_value(operand.node))

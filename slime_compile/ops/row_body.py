@@ -1,0 +1,258 @@
+"""The body of a loop over chunks of rows: compiled by inductor once for any number of rows, or run step by step.
+
+Entry point: `body_of`. A body that inductor cannot compile runs step by step, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from slime_compile.torch_private import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a body is given: tensors of the chunk's rows, whole tensors, sizes; and what it writes rows into."""
+
+    rows: list[Tensor]
+    whole: list[Tensor]
+    sizes: Sequence[int]
+    out: list[Tensor]
+
+    @property
+    def count(self) -> int:
+        return self.rows[0].shape[0]
+
+    @property
+    def given(self) -> list[Tensor]:
+        return [*self.rows, *self.whole]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a body computes.
+
+    Attributes:
+        steps: see NOTE [Loops as text].
+        written: the values that are written into `Chunk.out`, by their numbers.
+        over: a value, and the tensor of the chunk that it is written over once all is computed.
+        returned: the values that are handed out.
+    """
+
+    steps: tuple[Any, ...]
+    written: tuple[int, ...]
+    returned: tuple[int, ...]
+    over: tuple[int, int] | None = None
+
+
+Body = Callable[[Chunk], dict[int, Tensor]]
+"""Writes into `out`, and gives the values that are handed out, by their numbers."""
+
+_FACTORIES = {"aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
+              "prims.iota.default"}  # fmt: skip
+
+
+def body_of(text: str, steps: Steps, compiled: bool) -> Body:
+    """The body of the loop of `text`, by which what is compiled is kept."""
+    return _Compiled(text, steps) if compiled else functools.partial(_interpreted, steps)
+
+
+# ---- step by step -------------------------------------------------------------------------------------------------
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The operator of that name."""
+    if name == "getitem":
+        return operator.getitem
+    namespace, packet, overload = name.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found
+
+
+def _argument(arg: Any, values: Any, sizes: Sequence[Any], rows: Any) -> Any:
+    if isinstance(arg, list):
+        return [_argument(each, values, sizes, rows) for each in arg]
+    if not isinstance(arg, dict):
+        return arg
+    if "v" in arg:
+        return values[arg["v"]]
+    if "s" in arg:
+        return sizes[arg["s"]]
+    return rows if "n" in arg else getattr(torch, arg["d"])
+
+
+def _read(arg: Any) -> set[int]:
+    """The values that an argument names."""
+    if isinstance(arg, dict):
+        return {arg["v"]} if "v" in arg else set()
+    if isinstance(arg, list):
+        return set().union(*map(_read, arg))
+    return set()
+
+
+def _interpreted(told: Steps, chunk: Chunk) -> dict[int, Tensor]:
+    values: dict[int, Any] = dict(enumerate(chunk.given))
+    first = len(values)
+    ends = _last_reads(told, first)
+    for at, (name, args, kwargs) in enumerate(told.steps):
+        values[first + at] = _called(name, args, kwargs, values, chunk)
+        for place, out in zip(told.written, chunk.out, strict=True):
+            if place == first + at:
+                out.copy_(values[place])
+        for used in ends.get(at, ()):
+            del values[used]
+    for place, out in zip(told.written, chunk.out, strict=True):
+        if place < first:
+            out.copy_(values[place])
+    found = {place: values[place] for place in told.returned}
+    if told.over is not None:
+        value, into = told.over
+        chunk.rows[into].copy_(values[value])
+    return found
+
+
+def _called(name: str, args: Any, kwargs: Any, values: Any, chunk: Chunk) -> Any:
+    sizes, rows = chunk.sizes, chunk.count
+    keywords = {key: _argument(arg, values, sizes, rows) for key, arg in kwargs.items()}
+    if name in _FACTORIES:
+        keywords["device"] = chunk.rows[0].device
+    positional = [_argument(arg, values, sizes, rows) for arg in args]
+    if name == "prims.convert_element_type.default":
+        return positional[0].to(
+            positional[1]
+        )  # the operator's own kernel makes a leaf that requires grad of one
+    return function_of(name)(*positional, **keywords)
+
+
+def _last_reads(told: Steps, first: int) -> dict[int, list[int]]:
+    """After which step a value that is not handed out is not read any more."""
+    last: dict[int, int] = {}
+    for at, (_, args, kwargs) in enumerate(told.steps):
+        for used in _read(args) | _read(list(kwargs.values())) | {first + at}:
+            last[used] = at
+    ends: dict[int, list[int]] = {}
+    kept = {*told.returned, *(told.over or ())[:1]}
+    for used, at in last.items():
+        if used not in kept and used >= first:
+            ends.setdefault(at, []).append(used)
+    return ends
+
+
+# ---- compiled -----------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+
+
+class _Compiled:
+    """Compiled at the first call, for these layouts and any number of rows but one.
+
+    Inductor cannot compile every body that writes over what it reads: then it writes beside it, and that is copied.
+    """
+
+    def __init__(self, text: str, steps: Steps) -> None:
+        self.text, self.steps = text, steps
+
+    def __call__(self, chunk: Chunk) -> dict[int, Tensor]:
+        run = self._run(self.steps, chunk) if chunk.count > 1 else None
+        if run is not None:
+            return self._called(run, chunk)
+        if self.steps.over is None or chunk.count < 2:
+            return _interpreted(self.steps, chunk)
+        value, into = self.steps.over
+        beside = Steps(self.steps.steps, (*self.steps.written, value), self.steps.returned)
+        scratch = torch.empty_like(chunk.rows[into])
+        found = _Compiled(self.text, beside)(replace(chunk, out=[*chunk.out, scratch]))
+        chunk.rows[into].copy_(scratch)
+        return found
+
+    def _called(self, run: Callable[..., Any], chunk: Chunk) -> dict[int, Tensor]:
+        given = chunk.given
+        made = dict(zip(self._computed(len(given)), run(*given, *chunk.out), strict=True))
+        return {p: given[p] if p < len(given) else made[p] for p in self.steps.returned}
+
+    def _computed(self, given: int) -> list[int]:
+        return [place for place in self.steps.returned if place >= given]
+
+    def _run(self, steps: Steps, chunk: Chunk) -> Callable[..., Any] | None:
+        of_rows = [
+            (each.dtype, each.shape[1:], each.stride()) for each in (*chunk.rows, *chunk.out)
+        ]
+        whole = [(each.dtype, each.shape, each.stride()) for each in chunk.whole]
+        device = chunk.rows[0].device
+        key = repr((self.text, steps.over, tuple(chunk.sizes), of_rows, whole, device))
+        with _lock:
+            if key not in _kept:
+                _kept[key] = self._compiled(chunk)
+            return _kept[key]
+
+    def _compiled(self, chunk: Chunk) -> Callable[..., Any] | None:
+        from slime_compile.torch_private import compile_fx  # slow to import
+
+        try:
+            made: Any = compile_fx(self._module(chunk), _symbolic(chunk))
+        except Exception as error:
+            if self.steps.over is None:
+                _log_failure(f"{type(error).__name__}: {error}")
+            return None
+        return made
+
+    def _module(self, chunk: Chunk) -> GraphModule:
+        """The steps as a graph of ATen operators, over any number of rows."""
+        graph, first = Graph(), len(chunk.given)
+        values: dict[int, Any] = {at: graph.placeholder(f"given_{at}") for at in range(first)}
+        out = [graph.placeholder(f"out_{at}") for at in range(len(chunk.out))]
+        count = graph.call_function(torch.ops.aten.sym_size.int, (values[0], 0))
+        for at, (name, args, kwargs) in enumerate(self.steps.steps):
+            keywords = {k: _argument(arg, values, chunk.sizes, count) for k, arg in kwargs.items()}
+            if name in _FACTORIES:
+                keywords["device"] = chunk.rows[0].device
+            positional = tuple(_argument(arg, values, chunk.sizes, count) for arg in args)
+            values[first + at] = graph.call_function(function_of(name), positional, keywords)
+        for place, into in zip(self.steps.written, out, strict=True):
+            graph.call_function(torch.ops.aten.copy_.default, (into, values[place]))
+        if self.steps.over is not None:
+            value, at = self.steps.over
+            graph.call_function(torch.ops.aten.copy_.default, (values[at], values[value]))
+        graph.output(tuple(values[place] for place in self._computed(first)))
+        return GraphModule(torch.nn.Module(), graph)
+
+
+_kept: dict[str, Callable[..., Any] | None] = {}
+
+
+def _symbolic(chunk: Chunk) -> list[Tensor]:
+    """Fake tensors laid out like those of the chunk, whose number of rows is one symbol."""
+    shapes = ShapeEnv()
+    source = ConstantSource("rows")
+    symbol = shapes.create_symbol(chunk.count, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    rows = shapes.create_symintnode(symbol, hint=chunk.count, source=source)
+    with FakeTensorMode(shape_env=shapes):
+
+        def like(tensor: Tensor, *lead: Any) -> Tensor:
+            shape = (*lead, *tensor.shape[len(lead) :])
+            return torch.empty_strided(
+                shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+
+        of_rows = [like(each, rows) for each in chunk.rows]
+        whole = [like(each) for each in chunk.whole]
+        return [*of_rows, *whole, *(like(each, rows) for each in chunk.out)]
+
+
+@functools.cache
+def _log_failure(cause: str) -> None:
+    log.warning(
+        "a loop over chunks of rows runs step by step, inductor could not compile it: %s", cause
+    )

@@ -1,0 +1,316 @@
+"""`slime_fused::row_loop`: a computation that works row by row, over one chunk of rows after the other.
+
+`fx_passes/rows/program.py` writes what it computes, NOTE [Loops as text] there says how it looks. Results with rows are
+buffers that each chunk writes its rows of; sums over rows are kept in float32 for half precision (float64 for float64)
+and rounded once. At any time there is one chunk of every value that the body needs at that time.
+
+`row_body.py` computes the chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fx_passes.linear.chunks import Sizes
+from slime_compile.ops import holders
+from slime_compile.ops.linear_chunks import Sum
+from slime_compile.ops.operators import holders_named, register, why_beside
+from slime_compile.ops.regions import on_call, placed, was_under_hooks
+from slime_compile.ops.row_body import Chunk, Steps, body_of
+
+__all__ = ["row_loop", "row_loop_over", "run_loop"]
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library: Any = cast(Any, torch.library).Library("slime_fused", "FRAGMENT")
+_library.define(
+    "row_loop(Tensor[] rows, Tensor[] whole, SymInt[] sizes, str program, bool compiled, int chunk_bytes,"
+    " str region) -> Tensor[]",
+    tags=_TAGS,
+)
+# A result may be x's memory, which is not declared: NOTE [What is decided at run time] in fx_passes/inplace.py.
+_library.define(
+    "row_loop_over(Tensor x, Tensor[] rows, Tensor[] whole, SymInt[] sizes, str program, bool compiled,"
+    " int chunk_bytes, int[2] over, str owner, str region, *, str place='', Tensor[]? others=None,"
+    " Tensor[]? after=None) -> Tensor[]",
+    tags=_TAGS,
+)
+
+_ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "max": lambda total, found: torch.maximum(total, found, out=total),
+    "min": lambda total, found: torch.minimum(total, found, out=total),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loop's text, read.
+
+    Attributes:
+        blocks: [start, count] of the dimensions with rows, of each tensor that has them.
+        steps, results: see NOTE [Loops as text].
+        wide: columns, and bytes of one, of the widest value of a chunk.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    steps: tuple[Any, ...]
+    results: tuple[Any, ...]
+    wide: tuple[int, int]
+
+    def steps_of(self, over: tuple[int, int] | None) -> Steps:
+        """With the values that are written into results, and those that are added.
+
+        Args:
+            over: a tensor with rows, and the result that is written over it.
+        """
+        told = [(at, each[1]["v"]) for at, each in enumerate(self.results) if each[0] == "rows"]
+        written = tuple(value for at, value in told if over is None or at != over[1])
+        added = [v["v"] for how, *values, _, _ in self.results if how != "rows" for v in values]
+        target = None if over is None else (self.results[over[1]][1]["v"], over[0])
+        return Steps(self.steps, written, tuple(dict.fromkeys(added)), target)
+
+
+@functools.lru_cache(maxsize=256)
+def read(text: str) -> Program:
+    told = json.loads(urllib.parse.unquote(text))
+    blocks = tuple((start, count) for start, count in told["rows"])
+    return Program(blocks, tuple(told["steps"]), tuple(told["results"]), tuple(told["wide"]))
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+class Cut:
+    """A tensor with its rows in front: [N, ...], as a view where its strides allow one, else chunk by chunk."""
+
+    def __init__(self, tensor: Tensor, block: tuple[int, int]) -> None:
+        start, count = block
+        tensor = tensor.detach()
+        self.lead = tensor.shape[start : start + count]
+        self.tensor = tensor.movedim(list(range(start, start + count)), list(range(count)))
+        self.rest = list(self.tensor.shape[count:])
+        self.flat = self._flattened()
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.lead)
+
+    def _flattened(self) -> Tensor | None:
+        if len(self.lead) == 1:
+            return self.tensor
+        try:
+            return self.tensor.view([self.rows, *self.rest])
+        except RuntimeError:  # its rows are not one behind the other in memory
+            return None
+
+    def at(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop), [n, ...]."""
+        if self.flat is not None:
+            return self.flat[start:stop]
+        places = torch.arange(start, stop, device=self.tensor.device)
+        return self.tensor[torch.unravel_index(places, self.lead)]
+
+
+def _row_count(cuts: Sequence[Cut]) -> int:
+    counts = {cut.rows for cut in cuts}
+    if len(counts) != 1:
+        raise RuntimeError(f"`rows` must have equally many rows, got {sorted(counts)}")
+    return counts.pop()
+
+
+def pieces(rows: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of as few chunks of at most `size` rows as there can be, as equal as they can be."""
+    count = max(-(-rows // max(size, 1)), 1)
+    start = 0
+    for number in range(count):
+        stop = rows * (number + 1) // count
+        yield start, stop
+        start = stop
+
+
+def _row_chunk(program: Program, rows: int, chunk_bytes: int) -> int:
+    columns, item = program.wide
+    return Sizes(rows, columns, item, chunk_bytes).row_chunk
+
+
+# ---- results ------------------------------------------------------------------------------------------------------
+
+
+class _Result:
+    """One result: a chunk's rows are written into it, or what a chunk gives is added to it.
+
+    Args:
+        out: the memory of a tensor that the body writes it over.
+    """
+
+    def __init__(
+        self,
+        told: Sequence[Any],
+        like: Tensor,
+        sizes: Sequence[int],
+        rows: int,
+        chunks: int,
+        out: Tensor | None,
+    ) -> None:
+        self.how, *values, dtype, shape = told
+        self.values = [each["v"] for each in values]
+        wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
+        lead = [rows] if self.how == "rows" else []
+        self.is_over = out is not None
+        made = like.new_empty([*lead, *wanted], dtype=getattr(torch, dtype)) if out is None else out
+        self.out = made
+        self.total: Any = Sum(self.out, chunks) if self.how == "product" else None
+
+    def add(self, found: Mapping[int, Tensor]) -> None:
+        if self.how == "rows":
+            return
+        given = [found[at] for at in self.values]
+        if self.how == "product":
+            self.total.add(given[0].t(), given[1])
+        elif self.total is None:
+            self.total = given[0].reshape(self.out.shape).clone()
+        else:
+            _ADDED[self.how](self.total, given[0].reshape(self.out.shape))
+
+    def made(self) -> Tensor:
+        if self.how == "rows":
+            return self.out
+        if self.how == "product":
+            return cast(Sum, self.total).result()
+        return self.out.copy_(self.total)
+
+
+# ---- the operator -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _row_loop(
+    rows: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    sizes: Sequence[int],
+    program: str,
+    compiled: bool,
+    chunk_bytes: int,
+    region: str,
+) -> list[Tensor]:
+    on_call(region)
+    return run_loop(rows, whole, sizes, program, compiled, chunk_bytes, None)
+
+
+def _row_loop_over(
+    x: Tensor,
+    rows: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    sizes: Sequence[int],
+    program: str,
+    compiled: bool,
+    chunk_bytes: int,
+    over: Sequence[int],
+    owner: str,
+    region: str,
+    *,
+    place: str = "",
+    others: Sequence[Tensor] | None = None,
+    after: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    seen = holders.counts(sys.getrefcount(x), x)  # before all else
+    if owner == "caller" and was_under_hooks(place):
+        owner = "anyone"
+    reason = why_beside(x, seen, owner, others or (), False)
+    on_call(region)
+    placed(place, reason, functools.partial(holders_named, reason, x))
+    at, result = over
+    every = [*rows[:at], x, *rows[at:]]
+    target = None if reason else (at, result)
+    with torch.no_grad():
+        found = run_loop(every, whole, sizes, program, compiled, chunk_bytes, target)
+    if target is not None:
+        # whoever saved x must get an error, not other values
+        torch.autograd.graph.increment_version(x)
+    return found
+
+
+def run_loop(
+    rows: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    sizes: Sequence[int],
+    program: str,
+    compiled: bool,
+    chunk_bytes: int,
+    over: tuple[int, int] | None,
+) -> list[Tensor]:
+    """All chunks. `over`: a contiguous tensor of `rows`, and the number of the result that is written over it."""
+    told = read(program)
+    cuts = [Cut(tensor, block) for tensor, block in zip(rows, told.blocks, strict=True)]
+    count = _row_count(cuts)
+    every = list(pieces(count, _row_chunk(told, count, chunk_bytes)))
+    outs = {} if over is None else {over[1]: cuts[over[0]].flat}
+    results = [
+        _Result(each, rows[0], sizes, count, len(every), outs.get(at))
+        for at, each in enumerate(told.results)
+    ]
+    body = body_of(program, told.steps_of(over), compiled)
+    shared = [tensor.detach() for tensor in whole]
+    for start, stop in every:
+        out = [each.out[start:stop] for each in results if each.how == "rows" and not each.is_over]
+        found = body(Chunk([cut.at(start, stop) for cut in cuts], shared, sizes, out))
+        for each in results:
+            each.add(found)
+        del found
+    return [each.made() for each in results]
+
+
+def _fake_row_loop(
+    rows: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    sizes: Sequence[Any],
+    program: str,
+    compiled: bool,
+    chunk_bytes: int,
+    region: str,
+) -> list[Tensor]:
+    told = read(program)
+    start, count = told.blocks[0]
+    total = math.prod(rows[0].shape[start : start + count])
+    made = []
+    for how, *_, dtype, shape in told.results:
+        wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
+        lead = [total] if how == "rows" else []
+        made.append(rows[0].new_empty([*lead, *wanted], dtype=getattr(torch, dtype)))
+    return made
+
+
+def _fake_row_loop_over(
+    x: Tensor,
+    rows: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    sizes: Sequence[Any],
+    program: str,
+    compiled: bool,
+    chunk_bytes: int,
+    over: Sequence[int],
+    owner: str,
+    region: str,
+    *,
+    place: str = "",
+    others: Sequence[Tensor] | None = None,
+    after: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    every = [*rows[: over[0]], x, *rows[over[0] :]]
+    return _fake_row_loop(every, whole, sizes, program, compiled, chunk_bytes, region)
+
+
+register(_library, "row_loop", _row_loop, _fake_row_loop)
+register(_library, "row_loop_over", _row_loop_over, _fake_row_loop_over)
+row_loop_over = torch.ops.slime_fused.row_loop_over.default
+row_loop = torch.ops.slime_fused.row_loop.default

@@ -1,0 +1,617 @@
+"""The second tier: losses that work row by row, whatever they compute, run over chunks of rows.
+
+Equal to eager code, and nothing of the vocabulary's size is computed as a whole: neither logits that a matmul makes nor
+anything between them and the gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
+
+import slime_compile
+from bench.cases.rows import HEADS, LOSSES, TRAINED, inputs_of, over_heads
+from fx_passes.graph.operators import SHOWN
+from fx_passes.rows.program import Program, Untold
+from tests.support import harness
+
+ROWS, VOCAB, HIDDEN = 44, 160, 12
+DRAWS = 4  # of the data, judged together
+FROZEN = ("hidden_2", "weight_2")  # a teacher's
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    **{f"given-{name}": (loss, ()) for name, loss in LOSSES.items()},
+    **{f"head-{name}": (over_heads(loss), FROZEN) for name, loss in LOSSES.items()},
+    **{f"own-{name}": (loss, ()) for name, loss in HEADS.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks() -> Iterator[None]:
+    torch._dynamo.reset()
+    with harness.chunks_in_bytes():
+        yield
+
+
+def compiled(fn: Callable[..., Any], itemsize: int = 4, **more: Any) -> Callable[..., Any]:
+    dynamic = more.pop("dynamic", False)
+    chunk = ROWS * VOCAB * itemsize // 4
+    options = harness.OPTIONS | {"chunk_mib": chunk} | more
+    made: Callable[..., Any] = torch.compile(
+        fn, backend="slime_fused", options=options, dynamic=dynamic
+    )
+    return made
+
+
+def step(
+    fn: Callable[..., Any], given: dict[str, Tensor], frozen: tuple[str, ...] = ()
+) -> list[Tensor]:
+    """The loss, and the gradients of what is trained."""
+    leaves = {
+        name: t.detach().clone().requires_grad_() if name in TRAINED and name not in frozen else t
+        for name, t in given.items()
+    }
+    loss = fn(*leaves.values())
+    trained = [t for t in leaves.values() if t.requires_grad]
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [loss.detach(), *(g for g in found if g is not None)]
+
+
+def truth_of(
+    fn: Callable[..., Any], given: dict[str, Tensor], frozen: tuple[str, ...] = ()
+) -> list[Tensor]:
+    wide = dict(zip(given, harness.to_float64(list(given.values())), strict=True))
+    return step(fn, wide, frozen)
+
+
+def check(
+    fn: Callable[..., Any],
+    given: dict[str, Tensor],
+    frozen: tuple[str, ...] = (),
+    more: Sequence[dict[str, Tensor]] = (),
+    **options: Any,
+) -> None:
+    """Values and gradients, judged together over `given` and other draws of the same."""
+    dtype = given[next(iter(given))].dtype
+    run = compiled(fn, dtype.itemsize, **options)
+    pools: list[harness.Pool] = []
+    for draw in (given, *more):
+        got, eager = step(run, draw, frozen), step(fn, draw, frozen)
+        truth = truth_of(fn, draw, frozen)
+        _check_scalar(got[0], eager[0], truth[0])
+        pools = pools or [harness.Pool() for _ in got[1:]]
+        for pool, *found in zip(pools, got[1:], eager[1:], truth[1:], strict=True):
+            pool.add(*found)
+    if more:
+        _add_eager_draws(pools, fn, frozen, dtype)
+    for at, pool in enumerate(pools):
+        pool.check(f"gradient {at}")
+
+
+def _add_eager_draws(
+    pools: list[harness.Pool], fn: Callable[..., Any], frozen: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """What is usual for eager code, which one draw does not say of a number as near to 0 as 1 - p."""
+    for seed in range(DRAWS, 16):
+        draw = inputs_of(fn, ROWS, VOCAB, dtype, HIDDEN, seed)
+        found = zip(pools, step(fn, draw, frozen)[1:], truth_of(fn, draw, frozen)[1:], strict=True)
+        for pool, eager, truth in found:
+            pool.more_errors.append(harness.finite_errors(eager, truth))
+
+
+def _check_scalar(got: Tensor, eager: Tensor, truth: Tensor) -> None:
+    """Eager's error of one number may be small by luck; a sum of hundreds is right to a few roundings."""
+    assert got.dtype == eager.dtype
+    eps = torch.finfo(got.dtype).eps
+    allowed = torch.maximum(2 * (eager - truth).abs(), 4 * eps * truth.abs())
+    assert (got - truth).abs() <= allowed, (got, eager, truth)
+
+
+def draws(fn: Callable[..., Any], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    return [inputs_of(fn, ROWS, VOCAB, dtype, HIDDEN, seed) for seed in range(DRAWS)]
+
+
+def whole(graph: Graph, rows: int = ROWS) -> list[str]:
+    """What is computed as a whole and has the vocabulary's size, loops' results apart."""
+    found = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor):
+            continue
+        if node.target not in SHOWN | {operator.getitem} and value.numel() >= rows * VOCAB // 2:
+            found.append(f"{node.name}: {list(value.shape)}")
+    return found
+
+
+def loops(graph: Graph) -> list[Any]:
+    return graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_loop.default)
+
+
+def notes() -> list[str]:
+    return [note for graph in slime_compile.reports()[-1].graphs for note in graph.notes]
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith(("head", "own")) else pytest.mark.thorough)
+        for name in CASES
+    ],
+)
+def test_loss(name: str, graphs: list[Graph]) -> None:
+    fn, frozen = CASES[name]
+    given, *more = draws(fn, torch.float32)
+    check(fn, given, frozen, more)
+    assert [whole(graph) for graph in graphs] == [[] for _ in graphs]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("given")])
+def test_loss_in_bfloat16(name: str, graphs: list[Graph]) -> None:
+    fn, frozen = CASES[name]
+    given, *more = draws(fn, torch.bfloat16)
+    check(fn, given, frozen, more)
+    assert [whole(graph) for graph in graphs] == [[] for _ in graphs]
+
+
+SOME = ("given-tsallis", "head-reverse_kl", "head-top_p_by_sort", "own-r_drop", "own-bias_on_head")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SOME)
+def test_under_inductor(name: str, graphs: list[Graph], caplog: pytest.LogCaptureFixture) -> None:
+    fn, frozen = CASES[name]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, inner="inductor")
+    assert any(loops(graph) for graph in graphs)
+    assert "step by step" not in caplog.text
+
+
+# ---- shapes -------------------------------------------------------------------------------------------------------
+
+
+def test_batches_and_a_shift(graphs: list[Graph]) -> None:
+    """Rows are [B, T], the last of each sequence predicts nothing; the head's matmul has them in one dimension."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        log_p = (hidden[:, :-1] @ weight.t()).log_softmax(-1)
+        chosen = log_p.gather(-1, target[:, 1:, None]).squeeze(-1)
+        return -chosen.mean() + 0.1 * log_p.exp().square().sum(-1).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(4, 12, HIDDEN, generator=draw),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=draw),
+        "target": torch.randint(VOCAB, (4, 12), generator=draw),
+    }
+    check(loss, given)
+    assert whole(graphs[0], 44) == []
+
+
+def test_given_rows_that_are_not_one_behind_the_other() -> None:
+    """`logits[:, :-1]` of several sequences is no view of one dimension of rows."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        p = logits[:, :-1].softmax(-1)
+        return (p.square().sum(-1) * target[:, 1:]).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "logits": torch.randn(4, 12, VOCAB, generator=draw),
+        "target": torch.randint(VOCAB, (4, 12), generator=draw),
+    }
+    check(loss, given)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 45, 53])
+def test_any_number_of_rows(rows: int) -> None:
+    fn, frozen = CASES["head-symmetric_kl"]
+    check(fn, inputs_of(fn, rows, VOCAB, torch.float32, HIDDEN), frozen, chunk_mib=VOCAB * 4 * 4)
+
+
+def test_no_rows() -> None:
+    """A rank without a response token."""
+    fn, _ = CASES["own-bias_on_head"]
+    run = compiled(lambda *args: fn(*args) * len(args[0]), chunk_mib=VOCAB * 16, dynamic=True)
+    step(run, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN))
+    none = {
+        name: t[:0] if t.shape[:1] == (ROWS,) else t
+        for name, t in inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN).items()
+    }
+    _, *gradients = step(lambda *args: run(*args).nan_to_num(), none)
+    assert all(not g.nan_to_num().any() for g in gradients)
+
+
+def test_dynamic_sizes(graphs: list[Graph]) -> None:
+    fn, frozen = CASES["head-reverse_kl"]
+    run = compiled(fn, dynamic=True)
+    for rows in (ROWS, ROWS + 9, 2 * ROWS):
+        given = inputs_of(fn, rows, VOCAB, torch.float32, HIDDEN)
+        got, eager, truth = (
+            step(run, given, frozen),
+            step(fn, given, frozen),
+            truth_of(fn, given, frozen),
+        )
+        for one, other, true in zip(got, eager, truth, strict=True):
+            harness.no_worse_than_eager(one, other, true, torch.float32)
+    assert len(graphs) == 1
+    assert loops(graphs[0])
+
+
+# ---- the gradient in forward --------------------------------------------------------------------------------------
+
+
+def matmuls_of(graph: Graph) -> int:
+    return sum(str(node.args).count("aten.mm.default") for node in loops(graph))
+
+
+def test_the_gradient_is_made_in_forward(graphs: list[Graph]) -> None:
+    """One loop makes the logits once: a scalar loss is what backward's number is multiplied with."""
+    fn, frozen = CASES["head-accuracy_beside"]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen)
+    assert len(loops(graphs[0])) == 1
+
+
+@pytest.mark.parametrize("option", ["never"])
+def test_the_gradient_is_made_in_backward(option: str, graphs: list[Graph]) -> None:
+    fn, frozen = CASES["head-accuracy_beside"]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, grad_in_forward=option)
+    assert len(loops(graphs[0])) == 2
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.clamp(-1e-3, 1e-3)
+
+
+def test_a_gradient_that_the_program_clips_waits(graphs: list[Graph]) -> None:
+    """What is not linear in the loss's gradient is made for the number that backward brings."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        squares = (hidden @ weight.t()).softmax(-1).square().sum(-1)
+        return _Clipped.apply(squares).mean()  # type: ignore[no-any-return]
+
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(ROWS, HIDDEN, generator=draw),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=draw),
+    }
+    check(lambda h, w: 5 * loss(h, w), given)
+    assert len(loops(graphs[0])) == 2
+    assert waits("is not linear in the loss's gradient")
+
+
+def test_rows_that_are_returned_wait(graphs: list[Graph]) -> None:
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (hidden @ weight.t()).softmax(-1).square().sum(-1)
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=draw)
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw)
+    upstream = torch.randn(ROWS, generator=draw)
+    run = compiled(loss)
+
+    def outer(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda h, w: (fn(h, w) * upstream.to(h.dtype)).sum()
+
+    given = {"hidden": hidden, "weight": weight}
+    got, eager, truth = (
+        step(outer(run), given),
+        step(outer(loss), given),
+        truth_of(outer(loss), given),
+    )
+    for one, other, true in zip(got, eager, truth, strict=True):
+        harness.no_worse_than_eager(one, other, true, torch.float32)
+    assert len(loops(graphs[0])) == 2
+
+
+def waits(reason: str) -> bool:
+    """Whether the report says that the gradient is taken in backward for this reason."""
+    return any("the gradient is taken in backward: " in n and n.endswith(reason) for n in notes())
+
+
+def _of(loss: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda hidden, weight: loss(hidden @ weight.t())
+
+
+def _heads(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(ROWS, HIDDEN, generator=draw).to(dtype),
+        "weight": torch.randn(vocab, HIDDEN, generator=draw).to(dtype),
+    }
+
+
+def _squares(logits: Tensor) -> Tensor:
+    return logits.softmax(-1).square().sum(-1)
+
+
+class _Best(torch.autograd.Function):
+    """Of the gradients of two rows the larger one goes on to both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.sort().values
+
+
+WAITING: dict[str, tuple[str, Callable[..., Tensor], dict[str, Tensor]]] = {
+    "sequences": (
+        "it needs sums over all rows of the loss",
+        _of(lambda x: _squares(x).view(4, 11).mean(1).exp().square().mean()),
+        _heads(),
+    ),
+    "a sorted gradient": (
+        "depends on the loss's gradient",
+        _of(lambda x: _Best.apply(_squares(x)).mean()),  # type: ignore[no-any-return]
+        _heads(),
+    ),
+    "float16": (
+        "float16 has no room for a gradient before the loss is scaled",
+        _of(lambda x: _squares(x.float()).mean()),
+        _heads(torch.float16),
+    ),
+    "a checkpoint inside": (
+        "the program wants it made again in backward (checkpoint)",
+        lambda h, w: checkpoint(lambda a, b: _squares(a @ b.t()), h, w, use_reentrant=False).mean(),
+        _heads(),
+    ),
+    "few rows in bfloat16": (
+        "that would keep sums larger than a chunk may be",
+        _of(lambda x: _squares(x.float()).mean()),
+        _heads(torch.bfloat16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_gradient_waits(name: str, graphs: list[Graph]) -> None:
+    reason, fn, given = WAITING[name]
+    check(fn, given)
+    assert len(loops(graphs[0])) >= 2
+    assert waits(reason)
+
+
+def test_logits_that_are_added_to_given_ones_wait() -> None:
+    """Their gradient is one of given logits, too."""
+
+    def loss(logits: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        return _squares(logits + hidden @ weight.t()).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    check(loss, {"logits": torch.randn(ROWS, VOCAB, generator=draw), **_heads()})
+    assert waits("the gradient is as large as the logits")
+
+
+def test_arguments_that_a_text_cannot_hold() -> None:
+    program = object.__new__(Program)
+    program.sizes = []
+    with pytest.raises(Untold, match="an argument is 1j"):
+        program._argument(1j)
+    node = Graph().placeholder("given")
+    node.meta["val"] = 1.0
+    with pytest.raises(Untold, match="an argument is given, no size"):
+        program._size(node)
+
+
+# ---- where the gradient lies --------------------------------------------------------------------------------------
+
+
+def test_second_backward() -> None:
+    """`retain_graph=True`: nothing is written over what the second one reads."""
+    fn, _ = CASES["given-tsallis"]
+    logits = inputs_of(fn, ROWS, VOCAB, torch.float32)["logits"]
+    run = compiled(fn)
+    leaf = logits.clone().requires_grad_()
+    loss = run(leaf * 1.0)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(kept, second)
+    assert torch.equal(kept, first)
+
+
+def test_logits_that_a_variable_holds_are_kept() -> None:
+    fn, _ = CASES["given-tsallis"]
+    leaf = inputs_of(fn, ROWS, VOCAB, torch.float32)["logits"].requires_grad_()
+    held = leaf * 1.0
+    before = held.detach().clone()
+    compiled(fn)(held).backward()
+    assert torch.equal(held, before)
+
+
+def test_logits_that_nothing_holds_are_written_over() -> None:
+    fn, _ = CASES["given-tsallis"]
+    leaf = inputs_of(fn, ROWS, VOCAB, torch.float32)["logits"].requires_grad_()
+    run = compiled(fn)
+    found = []
+
+    def model() -> Tensor:
+        made = leaf * 1.0
+        found.append(made.data_ptr())
+        made.register_hook(lambda grad: found.append(grad.data_ptr()))
+        return made
+
+    run(model()).backward()
+    assert "written over the logits" in str(slime_compile.reports()[-1])
+    assert leaf.grad is not None
+    (truth,) = truth_of(fn, {"logits": leaf.detach()})[1:]
+    (eager,) = step(fn, {"logits": leaf.detach()})[1:]
+    harness.no_worse_than_eager(leaf.grad, eager, truth, torch.float32)
+
+
+# ---- what else there is -------------------------------------------------------------------------------------------
+
+
+def test_checkpoint() -> None:
+    fn, frozen = CASES["head-tsallis"]
+    run = compiled(fn)
+    given = inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN)
+    got = step(lambda *args: checkpoint(run, *args, use_reentrant=False), given, frozen)
+    eager, truth = step(fn, given, frozen), truth_of(fn, given, frozen)
+    for one, other, true in zip(got, eager, truth, strict=True):
+        harness.no_worse_than_eager(one, other, true, torch.float32)
+
+
+def test_without_gradient(graphs: list[Graph]) -> None:
+    fn, _ = CASES["head-reverse_kl"]
+    given = inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN)
+    with torch.no_grad():
+        got = compiled(fn)(*given.values())
+        eager = fn(*given.values())
+    truth = fn(*harness.to_float64(list(given.values())))
+    harness.no_worse_than_eager(got, eager, truth, torch.float32)
+    assert whole(graphs[0]) == []
+
+
+def test_a_gradient_that_the_program_takes_itself(graphs: list[Graph]) -> None:
+    """`torch.func.grad` inside: everything is forward, and one loop makes it."""
+
+    def step_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            return (hidden @ w.t()).softmax(-1).square().sum(-1).mean()
+
+        return torch.func.grad(loss)(weight)
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=draw)
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw)
+    got, eager = compiled(step_of)(hidden, weight), step_of(hidden, weight)
+    harness.no_worse_than_eager(
+        got, eager, step_of(hidden.double(), weight.double()), torch.float32
+    )
+    assert whole(graphs[0]) == []
+
+
+def test_verified(graphs: list[Graph]) -> None:
+    """A loop that computes something else is refused, and the graph stays as it was."""
+    fn, frozen = CASES["head-tsallis"]
+    given = inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN)
+    check(fn, given, frozen, verify=True)
+    assert loops(graphs[-1])
+    torch._dynamo.reset()
+    with mock.patch.object(
+        sys.modules["slime_compile.ops.row_loop"].Sum,
+        "add",
+        lambda self, left, right: self.out.zero_(),
+    ):
+        check(fn, given, frozen, verify=True)
+    assert not loops(graphs[-1])
+    reasons = [r.reason for graph in slime_compile.reports()[-1].graphs for r in graph.rejections]
+    assert any(reason.startswith("verify=True: ") for reason in reasons)
+
+
+def test_switched_off(graphs: list[Graph]) -> None:
+    fn, frozen = CASES["head-tsallis"]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, by_rows=False)
+    assert not loops(graphs[0])
+    assert whole(graphs[0])
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+def _clip(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Softmax over rows and over columns of one matrix."""
+    scores = hidden @ weight.t()
+    return scores.log_softmax(1).exp().square().sum() + scores.log_softmax(0).diagonal().sum()
+
+
+def test_softmax_over_rows_and_columns() -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(VOCAB, HIDDEN, generator=draw),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=draw),
+    }
+    check(_clip, given)
+
+
+def _dropped(hidden: Tensor, weight: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return F.dropout(hidden @ weight.t(), 0.5).softmax(-1).square().sum(-1).mean()
+
+
+def test_dropout_draws_what_it_would() -> None:
+    """Random numbers are drawn for all rows at once, as without loops."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=draw)
+    weight = torch.randn(VOCAB, HIDDEN, generator=draw)
+    plain = torch.compile(_dropped, backend=harness.PLAIN)
+    torch.manual_seed(5)
+    wanted = plain(hidden, weight)
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    torch.testing.assert_close(compiled(_dropped)(hidden, weight), wanted)
+
+
+def test_sorting_over_rows() -> None:
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        p = (hidden @ weight.t()).softmax(-1)
+        return (p.sort(dim=0).values * p.square()).sum(-1).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(ROWS, HIDDEN, generator=draw),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=draw),
+    }
+    check(loss, given)
+
+
+def test_logits_that_the_function_changes() -> None:
+    """Backward would read again what forward was given, after forward has written over it."""
+
+    def squares(logits: Tensor) -> Tensor:
+        return logits.softmax(-1).square().sum(-1).mean()
+
+    def changing(logits: Tensor) -> Tensor:
+        loss = squares(logits)
+        with torch.no_grad():
+            logits.mul_(0.5)
+        return loss
+
+    logits = inputs_of(LOSSES["tsallis"], ROWS, VOCAB, torch.float32)["logits"]
+    gradients = []
+    for fn in (squares, compiled(changing)):
+        leaf = logits.clone().requires_grad_()
+        fn(leaf * 1.0).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+    reasons = [r.reason for graph in slime_compile.reports()[-1].graphs for r in graph.rejections]
+    assert "the function changes in place what a loop would read again" in reasons
+
+
+def test_names_of_the_table() -> None:
+    """Every loss of the bench is a case here."""
+    assert {name.partition("-")[2] for name in CASES} == LOSSES.keys() | HEADS.keys()
+    assert all(inspect.signature(fn).parameters for fn, _ in CASES.values())
+
+
+def test_report() -> None:
+    fn, frozen = CASES["own-two_tokens_ahead"]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen)
+    (line,) = [note for note in notes() if "chunks of rows" in note]
+    assert line.startswith("forward runs in 4 chunks of rows from ")
+    assert line.endswith(" full-vocabulary values one chunk exists at a time")
+    assert "rows.py:" in line
+    rejections = [r for graph in slime_compile.reports()[-1].graphs for r in graph.rejections]
+    assert not [r for r in rejections if "argmax" in r.reason]
