@@ -35,8 +35,8 @@ test-capabilities: $(INSTALLED)
 # On a stand-in for a CUDA device, no GPU (tests/cuda/standin): with values at small sizes, then without at those of
 # production. Where it cannot be built, it says why.
 STANDIN = $(1) -m tests.cuda.standin
-ON_STANDIN = $(call STANDIN,$(1)) $(1) -m pytest tests/cuda \
-	&& $(call STANDIN,$(1)) --no-kernels $(1) -m pytest tests/cuda/at_size \
+ON_STANDIN = $(call STANDIN,$(1)) $(1) -m pytest -n $(JOBS) tests/cuda \
+	&& $(call STANDIN,$(1)) --no-kernels $(1) -m pytest -n $(JOBS) tests/cuda/at_size \
 	|| test $$? -eq 75
 
 test-cuda: $(INSTALLED)

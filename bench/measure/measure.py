@@ -255,8 +255,9 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints each start of the profiler
     context = multiprocessing.get_context("forkserver")
-    beside = [] if torch.cuda.is_available() else ["bench.measure.preload_megatron"]
-    context.set_forkserver_preload(["bench.measure.preload", *beside])
+    context.set_forkserver_preload(
+        ["torch" if torch.cuda.is_available() else "bench.measure.preload"]
+    )
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, args), daemon=True)
     process.start()

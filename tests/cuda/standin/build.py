@@ -117,7 +117,7 @@ def _wanted(site: Path) -> set[str]:
     found |= {match[0] for match in _DRIVER_NAME.finditer(by_name)}
     driver = (site / "triton/backends/nvidia/driver.c").read_text()
     found |= set(re.findall(r"\b(cu[A-Z][A-Za-z0-9]+)\(", driver))
-    return {name for name in found if not name.startswith("cuFile") and not name.endswith("Handle")}
+    return {name for name in found if not name.startswith("cuFile")}
 
 
 def _not_supported(names: list[str]) -> str:
