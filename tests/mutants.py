@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -39,6 +38,8 @@ from tests.support.reached import (  # noqa: E402
     Lines,
     Reached,
     copied,
+    keep,
+    kept,
     reached_lines,
     tests_of,
 )
@@ -145,9 +146,7 @@ def verdicts(
 ) -> Iterator[tuple[Mutant, str, int]]:
     lines = Lines()
     probing = any(each.file.startswith(PROBED) for each in mutants)
-    reached = _kept(given.reached) or (reached_lines(given.workers) if probing else {})
-    if reached and given.reached and not given.reached.exists():
-        given.reached.write_text(json.dumps(reached))
+    reached = _reached(given.reached, given.workers) if probing else {}
     sizes = Counter(test for tests in reached.values() for test in tests)
 
     def one(mutant: Mutant) -> tuple[Mutant, str, int]:
@@ -161,8 +160,13 @@ def verdicts(
         yield from pool.map(one, mutants)
 
 
-def _kept(path: Path | None) -> Reached:
-    return json.loads(path.read_text()) if path and path.exists() else {}
+def _reached(path: Path | None, workers: int) -> Reached:
+    if path and path.exists():
+        return kept(path)
+    reached = reached_lines(workers)
+    if path:
+        keep(reached, path)
+    return reached
 
 
 def main() -> int:

@@ -103,6 +103,18 @@ def reached_lines(workers: int) -> Reached:
     return result
 
 
+def keep(reached: Reached, path: Path) -> None:
+    """As a file; each test's name once."""
+    number = {test: n for n, test in enumerate(sorted({t for ts in reached.values() for t in ts}))}
+    lines = {line: [number[test] for test in tests] for line, tests in reached.items()}
+    path.write_text(json.dumps([list(number), lines]))
+
+
+def kept(path: Path) -> Reached:
+    names, lines = json.loads(path.read_text())
+    return {line: [names[n] for n in tests] for line, tests in lines.items()}
+
+
 def tests_of(
     mutant: Mutant, lines: Sequence[str], reached: Reached, sizes: Counter[str]
 ) -> list[str]:
