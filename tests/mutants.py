@@ -2,13 +2,13 @@
 
 `support/mutations.py` says what is broken. Each mutant lives in a temporary copy of the packages. The tests that run
 the broken line are asked (`support/reached.py`); for a file of slime_compile, the folder of tests that mirrors its own.
-Killed: a test fails. Survived: all of them pass, up to `--tests`; then a test is missing, or the fault is none, and
-`mutants.txt` has its key with the reason.
+Killed: a test fails. Survived: all of them pass; then a test is missing, or the fault is none, and `mutants.txt` has
+the reason for its key. Survived so far: no more than `--tests` were asked of more that reach the line.
 
     python tests/mutants.py                             all of fx_passes, for many hours
     python tests/mutants.py fx_passes/rules             the mutants of these files and folders
     python tests/mutants.py --sample 5                  five of each file, always the same
-    python tests/mutants.py --since HEAD~1 --most 24    24 on lines that were changed: what CI runs
+    python tests/mutants.py --since HEAD~1 --most 16    16 on lines that were changed: what CI runs
     python tests/mutants.py --key "fx_passes/walk/near.py _beside never 1a2b3c"
 """
 
@@ -143,18 +143,22 @@ def chosen_mutants(given: argparse.Namespace) -> list[Mutant]:
 
 def verdicts(
     mutants: Sequence[Mutant], given: argparse.Namespace
-) -> Iterator[tuple[Mutant, str, int]]:
+) -> Iterator[tuple[Mutant, str, str]]:
+    """With each verdict, how many tests were asked, of how many that reach the line."""
     lines = Lines()
     probing = any(each.file.startswith(PROBED) for each in mutants)
     reached = _reached(given.reached, given.workers) if probing else {}
     sizes = Counter(test for tests in reached.values() for test in tests)
 
-    def one(mutant: Mutant) -> tuple[Mutant, str, int]:
-        if mutant.file.startswith(PROBED):
-            tests = tests_of(mutant, lines.of(mutant), reached, sizes)[: given.tests]
-        else:
-            tests = [str(Path("tests", *Path(mutant.file).parts[1:-1]))]
-        return mutant, verdict(mutant, tests), len(tests)
+    def one(mutant: Mutant) -> tuple[Mutant, str, str]:
+        if not mutant.file.startswith(PROBED):
+            folder = str(Path("tests", *Path(mutant.file).parts[1:-1]))
+            return mutant, verdict(mutant, [folder]), folder
+        tests = tests_of(mutant, lines.of(mutant), reached, sizes)
+        found = verdict(mutant, tests[: given.tests])
+        asked = min(len(tests), given.tests)
+        so_far = " so far" if found == "survived" and asked < len(tests) else ""
+        return mutant, found + so_far, f"{asked} of {len(tests)}"
 
     with ThreadPoolExecutor(given.workers) as pool:
         yield from pool.map(one, mutants)
@@ -201,17 +205,11 @@ def main() -> int:
     torch.set_num_threads(1)
     for mutant, found, asked in verdicts(mutants, given) if mutants else ():
         counts[found] += 1
-        print(
-            f"{found:9} {asked:4} tests  {mutant.key}  # line {mutant.line}: {mutant.before} -> {mutant.after}"[
-                :240
-            ],
-            flush=True,
-        )
-    print(
-        f"{len(mutants)} mutants:",
-        ", ".join(f"{count} {found}" for found, count in sorted(counts.items())),
-    )
-    return int(bool(counts.keys() - {"killed"} or stale))
+        change = f"# line {mutant.line}: {mutant.before} -> {mutant.after}"
+        print(f"{found:15} {asked:12}  {mutant.key}  {change}"[:240], flush=True)
+    told = [f"{count} {found}" for found, count in sorted(counts.items())]
+    print(f"{len(mutants)} mutants:", ", ".join(told))
+    return int(bool(counts.keys() - {"killed", "survived so far"} or stale))
 
 
 if __name__ == "__main__":

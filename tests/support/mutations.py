@@ -45,6 +45,7 @@ class Mutant:
     end: int
     before: str
     after: str
+    reached: int  # the line that must run for the mutant to matter: the guarded one where a guard is dropped
     number: int = 1  # of those in this function that look the same
 
     @functools.cached_property
@@ -76,13 +77,17 @@ def mutants_of(file: str, text: bytes) -> list[Mutant]:
         starts.append(starts[-1] + len(line) + 1)
     counts: Counter[str] = Counter()
     result = []
-    for function, kind, node, after in _faults(ast.parse(text), "module", None):
+    tree = ast.parse(text)
+    guarded = {id(n.test): n.body[0].lineno for n in ast.walk(tree) if isinstance(n, ast.If)}
+    for function, kind, node, after in _faults(tree, "module", None):
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         before = ast.unparse(node)
-        made = Mutant(file, function, kind, node.lineno, start, end, before, after)
+        less = kind == "never" or (isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or))
+        reached = guarded.get(id(node), node.lineno) if less else node.lineno
+        made = Mutant(file, function, kind, node.lineno, start, end, before, after, reached)
         counts[made.key] += 1
         result.append(replace(made, number=counts[made.key]))
     return result

@@ -161,7 +161,7 @@ class Lines:
                         self.naming[word].add(f"{file}:{self.starts[file][number]}")
 
     def of(self, mutant: Mutant) -> list[str]:
-        start = self.starts[mutant.file].get(mutant.line)
+        start = self.starts[mutant.file].get(mutant.reached)
         if start is not None:
             return [f"{mutant.file}:{start}"]
         return sorted(self.naming[self.tables[mutant.file].get(mutant.line, "")])
