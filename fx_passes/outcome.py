@@ -1,13 +1,20 @@
-"""What the fusing pass is told and what it answers: plain frozen values, no graph objects.
+"""What the fusing pass is told, and what every pass answers: plain frozen values.
 
-Entry points: `FuseConfig` goes into `fuse`, `Outcome` comes out. Nothing here knows torch's graphs, so an
-`Outcome` can be kept, compared and written as JSON after the graph is gone. Symbolic sizes are kept as their text.
+Entry points: `FuseConfig` goes into `fuse`; each pass answers an `Outcome`, and `Outcome.then` adds those up.
+Symbolic sizes are kept as their text, so that a report can be made of it after the graph is gone.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:  # both import this file
+    from fx_passes.inplace import Decision
+    from fx_passes.returned_logits import Returned
 
 Save = Literal["logits", "softmax"]
 
@@ -56,14 +63,17 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What `fuse` did to one graph; `fused` is empty exactly if the graph is unchanged.
+    """What a pass did to one graph; of `fuse`, `fused` is empty exactly if the graph is unchanged.
 
     `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
     `stored` those that are in memory when the compiled graph runs (`stored.py`), and logits of a matmul that are whole;
     `saved_bytes_*` are the bytes of full-vocabulary values of forward that backward reads, which the compiler may save
     or compute again; `collectives_*` count the functional collectives of the graph; `chunked_heads` the matmuls whose
     logits are never whole; `rounded_to` is the narrowest dtype that the program rounds full-vocabulary values to and
-    the rewrite does not (the notes tell where).
+    the rewrite does not (the notes tell where). `changed` counts a pass's edits; `gone` are targets and lines of nodes
+    that an earlier pass may have refused and this one has removed; `decisions` are about gradients in place,
+    `returned` about logits among the outputs. `early`: a loop over rows takes gradients in forward. `added_to` adds
+    this to what came before, where that is no sum.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -78,3 +88,31 @@ class Outcome:
     chunked_heads: int = 0
     notes: tuple[str, ...] = ()
     rounded_to: torch.dtype | None = None
+    changed: int = 0
+    gone: frozenset[tuple[str, str]] = frozenset()
+    decisions: tuple[Decision, ...] = ()
+    returned: Returned | None = None
+    early: bool = False
+    added_to: Callable[[Outcome], Outcome] | None = None
+
+    def then(self, later: Outcome) -> Outcome:
+        """What both have done, one pass after the other, to the same graph."""
+        if later.added_to is not None:
+            added, changed = later.added_to(self), self.changed + later.changed
+            return dataclasses.replace(added, changed=changed, early=self.early or later.early)
+        kept = [each for each in self.rejections if (each.node, each.source) not in later.gone]
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
+        return Outcome(
+            **{**sums, "saved_bytes_after": max(sums["saved_bytes_after"], 0)},
+            rejections=(*kept, *later.rejections),
+            gone=self.gone | later.gone,
+            rounded_to=later.rounded_to or self.rounded_to,
+            returned=later.returned or self.returned,
+            early=self.early or later.early,
+        )
+
+
+_SUMS = (
+    "fused", "wide_before", "wide_after", "stored", "saved_bytes_before", "saved_bytes_after", "collectives_before",
+    "collectives_after", "chunked_heads", "notes", "changed", "decisions",
+)  # fmt: skip

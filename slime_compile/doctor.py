@@ -167,6 +167,16 @@ def _options() -> Iterator[Finding]:
         yield Finding("ok", "options", "the defaults")
 
 
+def _passes() -> Iterator[Finding]:
+    from fx_passes.pipeline import NAMES
+    from slime_compile.backend.options import Options
+
+    off = Options.parse().left_out
+    yield Finding("ok", "passes", ", ".join(name for name in NAMES if name not in off))
+    if off:
+        yield Finding("note", "passes", f"{', '.join(sorted(off))}: off, by the environment")
+
+
 # ---- what compiles ------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +328,7 @@ CHECKS: dict[str, Callable[[], Iterable[Finding]]] = {
     "entry point": _entry_point,
     "torch's own": _private_interfaces,
     "options": _options,
+    "passes": _passes,
     "C++ compiler": _compiler,
     "caches": _caches,
     "CPU operators": _cpu,

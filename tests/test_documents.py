@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import slime_compile.ops  # noqa: F401  registers them
+from fx_passes import pipeline
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,3 +44,17 @@ def test_the_operators_are_as_documented() -> None:
         re.findall(r"^## `(slime_fused::.*)`$", (ROOT / "docs/ops.md").read_text(), re.M)
     )
     assert headings == {schema for schema in schemas if "linear" not in schema}
+
+
+def test_the_passes_are_as_documented() -> None:
+    text = (ROOT / "docs/design.md").read_text()
+    (block,) = re.findall(r"<!-- passes -->\n```\n(.*)\n```\n<!-- end -->", text, re.S)
+    assert block == pipeline.listed()
+    assert {each.stage for each in pipeline.PASSES} == set(pipeline.STAGES)
+
+
+def test_each_module_of_a_pass_is_in_the_pipeline() -> None:
+    """What edits a graph by itself, and is none of these helpers, is a pass."""
+    helpers = {"describe", "outcome", "pipeline", "stored", "torch_private", "verify", "__init__"}
+    modules = {path.stem for path in (ROOT / "fx_passes").glob("*.py")} - helpers
+    assert modules <= set(pipeline.NAMES)

@@ -102,18 +102,16 @@ class LinearOutcome:
     chunked: tuple[Chunked, ...] = ()
     rejections: tuple[Rejection, ...] = ()
 
-    def added_to(self, outcome: Outcome) -> Outcome:
-        """`outcome` of `fuse` on the same graph, with what came after it."""
-        gone = {node for each in self.chunked for node in each.nodes}
-        kept = [r for r in outcome.rejections if (r.node, r.source) not in gone]
-        saved = sum(each.saved_bytes for each in self.chunked)
-        return dataclasses.replace(
-            outcome,
-            rejections=(*kept, *self.rejections),
-            saved_bytes_after=max(outcome.saved_bytes_after - saved, 0),
+    def outcome(self) -> Outcome:
+        """As it is added to that of `fuse` on the same graph: fewer bytes are saved, some refusals have gone."""
+        return Outcome(
+            rejections=self.rejections,
+            saved_bytes_after=-sum(each.saved_bytes for each in self.chunked),
             chunked_heads=len(self.chunked),
-            stored=outcome.stored + len(self.rejections),
-            notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.chunked)),
+            stored=len(self.rejections),
+            notes=tuple(dict.fromkeys(map(str, self.chunked))),
+            changed=len(self.chunked),
+            gone=frozenset(node for each in self.chunked for node in each.nodes),
         )
 
 

@@ -4,7 +4,8 @@ Entry point: `slime_fused`, found by torch through the entry-point group `torch_
 
     options       what the user may ask for
     identity      name and identity of a graph, the inputs that may not be overwritten
-    passes        fx_passes over the graphs, guarded and reported
+    passes        fx_passes over the graphs, reported
+    runner        and guarded
     inductor      inner="inductor": the passes as inductor's own
     interpreted   inner="aot_eager": graphs run as they are
     consumed      logits that were overwritten, and another operation needs them
@@ -34,12 +35,11 @@ from slime_compile.backend.interpreted import compile_interpreted
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import (
     BACKWARD_WITH_FORWARD,
-    leave_unfused,
-    may_stay_unfused,
     prepare,
 )
 from slime_compile.backend.registration import allow_again
 from slime_compile.backend.returned import with_own_gradient
+from slime_compile.backend.runner import leave_unfused, may_stay_unfused
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
 from slime_compile.torch_private import functorch_config

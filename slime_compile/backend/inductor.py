@@ -12,21 +12,21 @@ from typing import Any, NamedTuple, cast
 
 from torch.fx import Graph, GraphModule
 
-from fx_passes.graph.recompute import keep_given
 from slime_compile import ops
 from slime_compile.backend import check_ranks
 from slime_compile.backend.identity import SOURCES
 from slime_compile.backend.options import Options
 from slime_compile.backend.passes import (
-    copied,
     donated_inputs,
     fused_nodes,
     keep_saved,
+    run_end,
     run_fuse,
     run_inline,
     run_inplace,
     set_region,
 )
+from slime_compile.backend.runner import copied
 from slime_compile.report import process
 from slime_compile.report.record import Record
 from slime_compile.torch_private import CustomGraphPass, inductor_config, list_mode_options
@@ -87,7 +87,7 @@ class _JointPass(_Pass):
 
 class _JointEndPass(_Pass):
     def run(self, graph: Graph) -> None:
-        keep_given(graph)
+        run_end(graph, self.options, process.record(self.number))
 
 
 class _EndPass(_Pass):
@@ -96,9 +96,7 @@ class _EndPass(_Pass):
         # Donated indices count the backward graph's own inputs, not those of a graph nested in it.
         backward = _backward.get()
         if backward is not None and graph.owning_module is backward.module:
-            placeholders = graph.find_nodes(op="placeholder")
-            donated = {placeholders[i] for i in backward.donated}
-            run_inplace(graph, donated, self.options, record, inline=True)
+            run_inplace(graph, backward.donated, self.options, record, inline=True)
         else:
             run_inline(graph, self.options, record)
 
@@ -144,17 +142,15 @@ def compile_inductor(
 
 
 def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backward:
-    donated = donated_inputs(gm.graph)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    places = tuple(i for i, node in enumerate(placeholders) if node in donated)
+    donated = donated_inputs()
     nodes = fused_nodes(gm.graph)
     if nodes:
         planned = copied(gm.graph)
-        run_inplace(planned, donated_inputs(planned), options, record, inline=True)
+        run_inplace(planned, donated, options, record, inline=True)
         set_region(nodes, record.placements_region())
     keep_saved(options, record, gm.graph)
     gm.recompile()
-    return _Backward(gm, places)
+    return _Backward(gm, donated)
 
 
 _HOOKS: dict[str, type[_Pass]] = {

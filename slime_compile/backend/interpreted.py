@@ -49,7 +49,7 @@ def compile_interpreted(
         return _interpreted(gm)
 
     def backward(gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        run_inplace(gm.graph, donated_inputs(gm.graph), options, record, inline=False)
+        run_inplace(gm.graph, donated_inputs(), options, record, inline=False)
         keep_saved(options, record)
         gm.recompile()
         return _interpreted(gm)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from fx_passes.inplace import Consume
 from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
+from fx_passes.pipeline import NAMES
 from fx_passes.rows import RowsConfig
 from slime_compile.torch_private import inductor_config
 
@@ -38,7 +39,7 @@ class Options:
     Attributes:
         inner: who compiles what is left: "inductor", or "aot_eager" (no code generation, graphs run as they are).
         min_vocab: smallest last dimension that is taken for a vocabulary; of shards any is that ranks reduce over.
-        strict: raise an exception of the pass instead of compiling the graph unchanged.
+        strict: raise an exception of a pass instead of compiling the graph without that pass.
         verify: run each region before and after on random data at compile time and refuse on a mismatch.
         save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
         consume_logits: whether the gradient is written over logits that the caller passed in (never over a leaf):
@@ -55,6 +56,8 @@ class Options:
         inline_below: on a CPU with vector instructions, inner="inductor": logits of fewer elements, all sizes known,
             are left to inductor as the fused formulas, since a call of an operator takes longer; their gradient is new
             memory. Not with consume_logits=True or save="softmax".
+        without: names of passes that do not run, separated by commas, to find the one at fault;
+            `python -m slime_compile doctor` lists them.
         inductor: inductor's own settings by their names (`inductor.<name>` keys).
     """
 
@@ -71,6 +74,7 @@ class Options:
     chunk_mib: int = 0
     grad_in_forward: InForward = "auto"
     inline_below: int = 1 << 18
+    without: str = ""
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -107,8 +111,13 @@ class Options:
     @property
     def inlined_below(self) -> int:
         """`inline_below`, or 0 where nothing is inlined."""
-        asked = self.consume_logits is True or self.save != "logits"
+        asked = self.consume_logits is True or self.save != "logits" or "inlined" in self.left_out
         return 0 if asked or self.inner != "inductor" else self.inline_below
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The passes that `without` names."""
+        return _names(self.without)
 
     def fuse_config(self, min_vocab: int) -> FuseConfig:
         """The part that the fusing pass reads, over a graph with vocabularies of `min_vocab` or more."""
@@ -185,10 +194,17 @@ def _checked(name: str, value: Any, shown: str) -> Any:
             f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}) "
             f"should be {valid.__name__}; known options are {_known_text()}"
         )
+    unknown = sorted(_names(value) - {*NAMES}) if name == "without" else []
+    if unknown:
+        raise RuntimeError(f"Option {shown} must name passes, got {unknown}; they are {[*NAMES]}")
     least = _LEAST.get(name)
     if least is not None and int(value) < least:
         raise RuntimeError(f"Option {shown} must be at least {least}, got {value}")
     return value
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name for each in text.split(",") if (name := each.strip()))
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

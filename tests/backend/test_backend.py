@@ -1,5 +1,6 @@
 """The backend: registration, hooks, failures, caches, threads. Code generation takes seconds and is avoided."""
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-import fx_passes
 import slime_compile
-from slime_compile.backend import inductor, passes
+from fx_passes import pipeline
+from slime_compile.backend import inductor, runner
 from slime_compile.backend.options import Options
 from slime_compile.report import Report
 from slime_compile.report.process import keep
@@ -163,10 +164,10 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         output.replace_input_with(output.all_input_nodes[0], first)
         raise ZeroDivisionError("the test's own")
 
-    monkeypatch.setattr(fx_passes, "fuse", fuse)
-    passes._log_failure.cache_clear()
+    monkeypatch.setattr(pipeline, "fuse", fuse)
+    runner._log_failure.cache_clear()
     yield
-    passes._log_failure.cache_clear()
+    runner._log_failure.cache_clear()
 
 
 @pytest.mark.usefixtures("failing_pass")
@@ -179,11 +180,11 @@ def test_a_failing_pass_changes_nothing(caplog: pytest.LogCaptureFixture) -> Non
             torch.testing.assert_close(
                 compiled(log_probs)(logits, target), log_probs(logits, target)
             )
-    told = [r for r in caplog.records if r.name == "slime_compile.backend.passes"]
+    told = [r for r in caplog.records if r.name == "slime_compile.backend.runner"]
     assert len(told) == 1
     assert "ZeroDivisionError: the test's own" in told[0].getMessage()
     assert told[0].exc_info is not None
-    assert "the fusing pass failed: ZeroDivisionError" in str(last_report())
+    assert "the pass fuse failed: ZeroDivisionError" in str(last_report())
     assert not last_report().graphs[0].training
 
 
@@ -195,12 +196,42 @@ def test_a_pass_that_fails_on_dynamos_graph_changes_nothing(
     def demand_rows(graph: Graph, min_vocab: int) -> None:
         raise ZeroDivisionError("the test's own")
 
-    monkeypatch.setattr(passes, "demand_rows", demand_rows)
+    monkeypatch.setattr(pipeline, "demand_rows", demand_rows)
     torch._dynamo.reset()
     fn = torch.compile(log_probs, backend="slime_fused", dynamic=True, options=INTERPRETED)
     check_against_eager(fn)
-    assert "moving selections of rows failed: ZeroDivisionError" in str(last_report())
+    assert "the pass row_demand failed: ZeroDivisionError" in str(last_report())
     assert last_report().fused == 2
+
+
+def test_the_other_passes_run_without_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def sum_first(graph: Graph, min_vocab: int) -> int:
+        ran.append(graph)
+        raise ZeroDivisionError("the test's own")
+
+    monkeypatch.setattr(pipeline, "sum_first", sum_first)
+    check_against_eager(compiled(log_probs))
+    assert len(ran) == 1
+    assert last_report().fused == 2
+    (graph,) = last_report().graphs
+    assert graph.failed
+    assert "the pass picked_rows failed: ZeroDivisionError: the test's own" in graph.notes
+
+
+@pytest.mark.parametrize("name", pipeline.NAMES)
+def test_a_pass_is_left_out_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    spies = [
+        dataclasses.replace(p, run=lambda t, c, p=p: (ran.append(p.name), p.run(t, c))[1])
+        for p in pipeline.PASSES
+    ]
+    monkeypatch.setattr(pipeline, "PASSES", tuple(spies))
+    check_against_eager(compiled(log_probs, without=f" {name} ,"))
+    assert name not in ran
+    assert "fuse" in ran or name == "fuse"
+    assert last_report().fused == (0 if name == "fuse" else 2)
 
 
 @pytest.mark.usefixtures("failing_pass")
@@ -227,7 +258,7 @@ class FailsOnFused(CustomGraphPass):
 
 
 def with_a_failing_inductor(always: bool = False, **options: Any) -> Callable[..., Any]:
-    passes._log_failure.cache_clear()
+    runner._log_failure.cache_clear()
     how = {"inner": "inductor", "inductor.post_grad_custom_pre_pass": FailsOnFused(always)}
     return compiled(log_probs, **how, **options)
 
@@ -237,7 +268,7 @@ def test_what_inductor_cannot_compile_fused_is_compiled_as_it_was(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="slime_compile"):
         check_against_eager(with_a_failing_inductor())
-    told = [r for r in caplog.records if r.name == "slime_compile.backend.passes"]
+    told = [r for r in caplog.records if r.name == "slime_compile.backend.runner"]
     assert len(told) == 1
     assert "inductor, on the fused graph, failed" in told[0].getMessage()
     report = last_report()
@@ -262,8 +293,8 @@ def test_what_fails_without_us_too_is_raised() -> None:
 
 
 def test_one_rank_alone_does_not_go_on_unfused() -> None:
-    assert passes.may_stay_unfused(Options.parse(), _record_of(collectives=0))
-    assert not passes.may_stay_unfused(Options.parse(), _record_of(collectives=5))
+    assert runner.may_stay_unfused(Options.parse(), _record_of(collectives=0))
+    assert not runner.may_stay_unfused(Options.parse(), _record_of(collectives=5))
 
 
 def _record_of(collectives: int) -> Record:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 import fx_passes
+from fx_passes import pipeline
 from tests.support.processes import run_python
 
 IMPORTS = """
@@ -54,7 +55,7 @@ def test_calls_grow_with_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(pstats.Stats(profile).total_calls / nodes)  # type: ignore[attr-defined]
         return result
 
-    monkeypatch.setattr(fx_passes, "fuse", counted)
+    monkeypatch.setattr(pipeline, "fuse", counted)
     options = {"inner": "aot_eager", "min_vocab": 64}
     for pieces in (2, 6, 18):  # the first fills caches
         torch._dynamo.reset()

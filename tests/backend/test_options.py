@@ -28,6 +28,10 @@ BAD = [
     ),
     ({"inductor.max_autotune": "yes"}, "option inductor.max_autotune, got str should be bool"),
     (
+        {"without": "linear, lineal"},
+        r"Option without must name passes, got \['lineal'\]; they are \['function_outputs', ",
+    ),
+    (
         {"inner": "aot_eager", "inductor.max_autotune": True},
         r"Options \['inductor.max_autotune'\] need inner='inductor'",
     ),
@@ -114,3 +118,11 @@ except RuntimeError as error:
         "Unexpected option SLIME_FUSED_CONSUME_LOGIT, did you mean SLIME_FUSED_CONSUME_LOGITS?"
         in said
     )
+
+
+def test_passes_are_left_out_by_name() -> None:
+    options = Options.parse({}, {"SLIME_FUSED_WITHOUT": "linear, row_demand"})
+    assert options.left_out == {"linear", "row_demand"}
+    assert ("without", "'linear, row_demand'") in options.key()
+    assert Options.parse({"without": ""}, {"SLIME_FUSED_WITHOUT": "linear"}) == Options()
+    assert Options.parse({"without": "inlined"}, {}).inlined_below == 0

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from fx_passes import returned_logits, rules
+from fx_passes import pipeline, returned_logits, rules
 from fx_passes.graph.returned import Returned
-from slime_compile.backend import passes
 from tests.support import harness, ranks
 from tests.support.changing_programs import changing
 from tests.support.program_inputs import NAMES, Spec
@@ -142,7 +141,7 @@ def test_programs_that_return_logits(
         ways += len(returned.ways)
         return returned
 
-    monkeypatch.setattr(passes, "detach_returned", counted)
+    monkeypatch.setattr(pipeline, "detach_returned", counted)
     _assert_none(_run(start, count, record_property, returning_logits, **how), **how)
     assert ways >= count // 4
 

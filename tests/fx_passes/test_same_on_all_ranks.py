@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph
 
+from fx_passes import pipeline
 from fx_passes.graph.operators import is_collective
-from slime_compile.backend import check_ranks, passes
+from slime_compile.backend import check_ranks
 from tests.cases.shards import LOSSES, Combined, CrossEntropy, Entropy, Outputs, Shard
 from tests.support.ranks import own_copy
 
@@ -232,5 +233,5 @@ def test_a_pass_that_raises_on_one_rank(
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(passes, "compute_all_rows", fails)
+    monkeypatch.setattr(pipeline, "compute_all_rows", fails)
     assert exchanged(sent, LOSSES["log_probs_and_entropy"], 100, strict=False) == common

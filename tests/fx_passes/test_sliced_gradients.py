@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fx_passes import pipeline
 from fx_passes.sliced_gradients import compute_all_rows
-from slime_compile.backend import passes
 from tests.support.harness import OPTIONS, each_inner, no_worse_than_eager
 
 BATCH, LENGTH, VOCAB = 3, 11, 40
@@ -31,7 +31,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(compute_all_rows(*args))
         return counts[-1]
 
-    monkeypatch.setattr(passes, "compute_all_rows", counting)
+    monkeypatch.setattr(pipeline, "compute_all_rows", counting)
     return counts
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import fx_passes
 import slime_compile
+from fx_passes import pipeline
 from slime_compile import Report, explain, ops
 from slime_compile.dynamo import frames
 from slime_compile.report import process, text
@@ -640,7 +640,7 @@ def test_a_failed_pass_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(graph: object, config: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(fx_passes, "fuse", fail)
+    monkeypatch.setattr(pipeline, "fuse", fail)
     report = explain(log_probs)(*data())
     with pytest.raises(AssertionError, match="no pass that fails, got 1"):
         report.assert_fused(0)

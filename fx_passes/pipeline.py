@@ -1,0 +1,271 @@
+"""The passes, in the order in which they run, as data: `PASSES`.
+
+Entry points: `PASSES`, which the backend's runner, `doctor` and the documents read; `Config`, what a pass is told. A
+pass is `(graph, config) -> Outcome`: it edits the graph or leaves it exactly as it was. In the stage "dynamo" it gets
+the module, since Dynamo's graphs have graphs nested in them; in all others, the graph. A new pass is one line of
+`PASSES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch.fx import Graph, GraphModule, Node
+
+from fx_passes import inlined as formulas
+from fx_passes.collective_gradients import keep_eager_gradients
+from fx_passes.collectives.widths import least_before_autograd
+from fx_passes.equal_heads import share_heads
+from fx_passes.function_outputs import drop_unread_outputs
+from fx_passes.fuse import fuse
+from fx_passes.graph.recompute import keep_given
+from fx_passes.graph.user_lines import source_of
+from fx_passes.inplace import Consume, inplace, mark_inputs
+from fx_passes.linear import LinearConfig, linear
+from fx_passes.outcome import FuseConfig, Outcome
+from fx_passes.picked_rows import sum_first
+from fx_passes.returned_logits import detach_returned
+from fx_passes.row_demand import demand_rows
+from fx_passes.rows import RowsConfig, by_rows
+from fx_passes.sliced_gradients import compute_all_rows
+from fx_passes.stacks import unstack
+from fx_passes.whole_logits import use_whole_logits
+from fx_passes.writable import give_writable
+
+Stage = Literal["dynamo", "joint", "joint end", "saved", "forward", "backward"]
+
+STAGES: dict[Stage, str] = {
+    "dynamo": "Dynamo's graph, before AOTAutograd",
+    "joint": "joint or inference graph, before partitioning",
+    "joint end": "the same, after inductor's own passes",
+    "forward": "forward or inference graph, after partitioning",
+    "saved": "backward graph, before inductor compiles it",
+    "backward": "backward graph, after inductor's own passes",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inline:
+    """Fused operators of fewer than `fewer_than` elements become `formulas`, see `inlined.inline`."""
+
+    formulas: formulas.Formulas
+    fewer_than: int
+    decompositions: Callable[[], Mapping[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What the passes are told: by the user, and about the graph at hand.
+
+    Attributes:
+        by_rows: whether what else works row by row runs over chunks of rows.
+        lm_head: whether logits that a matmul makes are made in chunks.
+        small: which operators are formulas to the compiler; None where none is.
+        inlines: whether they are put in here; in a dry run the operators stand for them.
+        held: inputs that may not be overwritten, by their position, and why.
+        donated: positions of the placeholders that only the graph can see.
+        recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
+        without: names of passes that do not run.
+    """
+
+    fuse: FuseConfig = dataclasses.field(default_factory=FuseConfig)
+    linear: LinearConfig = dataclasses.field(default_factory=LinearConfig)
+    rows: RowsConfig = dataclasses.field(default_factory=lambda: RowsConfig(1024))
+    lm_head: bool = True
+    by_rows: bool = True
+    consume_logits: Consume = "auto"
+    small: Inline | None = None
+    inlines: bool = True
+    held: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    donated: tuple[int, ...] = ()
+    recorded: bool = False
+    without: frozenset[str] = frozenset()
+
+    @property
+    def min_vocab(self) -> int:
+        return self.fuse.min_vocab
+
+
+def _always(config: Config, before: Outcome) -> bool:
+    return True
+
+
+def _heads(config: Config, before: Outcome) -> bool:
+    return config.lm_head
+
+
+def _rows(config: Config, before: Outcome) -> bool:
+    return config.by_rows
+
+
+def _fused(config: Config, before: Outcome) -> bool:
+    return bool(before.fused)
+
+
+def _inlines(config: Config, before: Outcome) -> bool:
+    return config.small is not None and config.inlines
+
+
+def _consumes(config: Config, before: Outcome) -> bool:
+    return config.consume_logits is not False
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One pass.
+
+    Attributes:
+        name: by which it is switched off.
+        does: for the documents.
+        run: of a `GraphModule` in the stage "dynamo", of a `Graph` in the others.
+        applies: whether it runs, by the configuration and what the passes before it in its stage have done.
+        needed: without it torch fails, or gradients are not those of eager code. Its exception is raised.
+    """
+
+    name: str
+    stage: Stage
+    does: str
+    run: Callable[[Any, Config], Outcome]
+    applies: Callable[[Config, Outcome], bool] = _always
+    needed: bool = False
+
+
+def _counted(count: int) -> Outcome:
+    return Outcome(changed=count)
+
+
+def _share_heads(gm: GraphModule, config: Config) -> Outcome:
+    min_vocab = least_before_autograd(gm, config.min_vocab)
+    return _nested(gm, lambda graph: _counted(share_heads(graph, min_vocab)))
+
+
+def _demand_rows(gm: GraphModule, config: Config) -> Outcome:
+    min_vocab = least_before_autograd(gm, config.min_vocab)
+
+    def edit(graph: Graph) -> Outcome:
+        demands = demand_rows(graph, min_vocab)
+        return Outcome(changed=len(demands), notes=tuple(map(str, demands)))
+
+    return _nested(gm, edit)
+
+
+def _nested(gm: GraphModule, edit: Callable[[Graph], Outcome]) -> Outcome:
+    """Of the module's graph and all graphs nested in it."""
+    outcome = Outcome()
+    for module in modules_of(gm):
+        made = edit(module.graph)
+        if made.changed:
+            module.recompile()
+        outcome = outcome.then(made)
+    return outcome
+
+
+def modules_of(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _keep_eager_gradients(gm: GraphModule, config: Config) -> Outcome:
+    places = [source_of(node) or node.name for node in keep_eager_gradients(gm)]
+    note = "the collective in place at {} has the gradient of eager code: none of its own"
+    return Outcome(changed=len(places), notes=tuple(map(note.format, places)))
+
+
+def _detach_returned(gm: GraphModule, config: Config) -> Outcome:
+    returned = detach_returned(gm, config.min_vocab)
+    return Outcome(changed=len(returned.ways), returned=returned)
+
+
+def _fuse(graph: Graph, config: Config) -> Outcome:
+    outcome = fuse(graph, config.fuse)
+    return dataclasses.replace(outcome, changed=len(outcome.fused))
+
+
+def _by_rows(graph: Graph, config: Config) -> Outcome:
+    made = by_rows(graph, config.rows)
+    early = any(each.early for each in made.loops)
+    return Outcome(changed=len(made.loops), early=early, added_to=made.added_to)
+
+
+def _mark_inputs(graph: Graph, config: Config) -> Outcome:
+    mark_inputs(graph, dict(config.held))
+    return Outcome()
+
+
+def _keep_given(graph: Graph, config: Config) -> Outcome:
+    keep_given(graph)
+    return Outcome()
+
+
+def _inline(graph: Graph, config: Config) -> Outcome:
+    assert config.small is not None
+    nodes = small_nodes(graph, config.small)
+    if nodes:
+        formulas.inline(graph, nodes, config.small.formulas, config.small.decompositions())
+    return _counted(len(nodes))
+
+
+def small_nodes(graph: Graph, inline: Inline) -> list[Node]:
+    """Fused operators that become formulas."""
+    nodes = (node for node in graph.nodes if node.target in inline.formulas)
+    return [node for node in nodes if formulas.is_small(node, inline.fewer_than)]
+
+
+def _inplace(graph: Graph, config: Config) -> Outcome:
+    donated = set(_placeholders(graph, config.donated))
+    beside = small_nodes(graph, config.small) if config.small else ()
+    decisions = inplace(graph, donated, config.consume_logits, config.recorded, beside)
+    return Outcome(changed=len(decisions), decisions=tuple(decisions))
+
+
+def _give_writable(graph: Graph, config: Config) -> Outcome:
+    return _counted(give_writable(graph, set(_placeholders(graph, config.donated))))
+
+
+def _placeholders(graph: Graph, places: tuple[int, ...]) -> list[Node]:
+    placeholders = graph.find_nodes(op="placeholder")
+    return [placeholders[place] for place in places]
+
+
+# fmt: off
+PASSES: tuple[Pass, ...] = (
+    Pass("function_outputs", "dynamo", "outputs of autograd.Functions that nothing reads are dropped (torch 2.11)",
+         lambda gm, c: _counted(drop_unread_outputs(gm)), needed=True),
+    Pass("collective_gradients", "dynamo", "in-place collectives keep the gradient of eager code",
+         _keep_eager_gradients, needed=True),
+    Pass("equal_heads", "dynamo", "one matmul for all readers of deferred logits", _share_heads, _heads),
+    Pass("row_demand", "dynamo", "rows of the logits that nothing reads are not computed", _demand_rows, _heads),
+    Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
+    Pass("stacks", "joint", "stacks that are reduced again, element by element",
+         lambda graph, c: _counted(unstack(graph, c.min_vocab))),
+    Pass("picked_rows", "joint", "rows that are picked and summed are summed first",
+         lambda graph, c: _counted(sum_first(graph, c.min_vocab))),
+    Pass("fuse", "joint", "softmax statistics and gradients become fused operators; collectives are merged", _fuse),
+    Pass("linear", "joint", "logits that a matmul makes are made in chunks",
+         lambda graph, c: linear(graph, c.linear).outcome(), _heads),
+    Pass("sliced_gradients", "joint", "gradients of slices become gradients of all rows",
+         lambda graph, c: _counted(compute_all_rows(graph, c.min_vocab)), _fused),
+    Pass("rows", "joint", "what else works row by row runs over chunks of rows", _by_rows, _rows),
+    Pass("whole_logits", "joint", "gradients of given logits have the shape in which they were given",
+         lambda graph, c: _counted(use_whole_logits(graph)), _consumes),
+    Pass("mark_inputs", "joint", "inputs that backward may not write over are marked", _mark_inputs),
+    Pass("keep_given", "joint end", "what the graph is given is not computed again", _keep_given, needed=True),
+    Pass("inlined", "forward", "operators of few elements become formulas for inductor", _inline, _inlines),
+    Pass("writable", "saved", "large saved values become memory that inductor may reuse", _give_writable),
+    Pass("inlined", "backward", "the same", _inline, _inlines),
+    Pass("inplace", "backward", "gradients are written over the logits", _inplace),
+)
+# fmt: on
+
+NAMES = tuple(dict.fromkeys(each.name for each in PASSES))
+
+
+def listed() -> str:
+    """The passes by stages, as text."""
+    width = max(map(len, NAMES)) + 2
+    lines = []
+    for stage, graph in STAGES.items():
+        lines.append(f"{graph}:")
+        lines += [f"    {p.name:{width}}{p.does}" for p in PASSES if p.stage == stage]
+    return "\n".join(lines)
