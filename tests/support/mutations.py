@@ -106,7 +106,8 @@ def _faults(node: ast.AST, function: str, returns: str | None) -> Iterator[Fault
         yield function, kind, place, after
     for field, value in ast.iter_fields(node):
         below = value if isinstance(value, list) else [value]
-        if field in _ANNOTATIONS:
+        of_a_type = isinstance(node, ast.Subscript) and field == "slice" and function == "module"
+        if field in _ANNOTATIONS or of_a_type:
             continue
         for child in below:
             if (
