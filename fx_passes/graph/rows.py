@@ -539,11 +539,13 @@ def _viewed(inner: Node, block: Block, rest: list[Any]) -> Step | None:
     return Step(aten.reshape.default, (Rows(inner, block), [COUNT, *rest]))
 
 
-def _turned_step(node: Node, block: Block) -> Step:
+def _turned_step(node: Node, block: Block) -> Step | None:
     inner: Node = _args(node)[0]
     order = _turned(node)
     places = order[block.start : block.stop]
-    old = Block(min(places), block.dims)
+    if places != list(range(places[0], places[0] + block.dims)):
+        return None  # the rows would come in another order
+    old = Block(places[0], block.dims)
     moved = [old.moved(dim) for at, dim in enumerate(order) if not block.start <= at < block.stop]
     return Step(aten.permute.default, (Rows(inner, old), [0, *moved]))
 

@@ -279,6 +279,8 @@ class _Emission:
             program = Program(loop, self.region, self.emit, self.made, given)
         except Untold as untold:
             raise Refused(str(untold), next(iter(loop.body))) from untold
+        if not program.rows:
+            raise Refused("all rows are equal, and made of one", next(iter(loop.body)))
         self.emit.origin = next(iter(loop.results))
         node = self.emit.call(
             fused.row_loop.default,

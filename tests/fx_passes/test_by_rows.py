@@ -600,6 +600,30 @@ def test_logits_that_the_function_changes() -> None:
     assert "the function changes in place what a loop would read again" in reasons
 
 
+def test_rows_that_are_all_the_same() -> None:
+    """A loop over copies of one row has no rows to cut."""
+    fn = _of(lambda x: _squares(x[:1].expand(ROWS, VOCAB)).mean())
+    check(fn, _heads())
+    reasons = [r.reason for graph in slime_compile.reports()[-1].graphs for r in graph.rejections]
+    assert "all rows are equal, and made of one" in reasons
+
+
+def test_batches_that_are_turned() -> None:
+    """A gradient that comes back in another order of the rows, with as many batches as places."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden.view(6, 6, HIDDEN) @ weight.t()
+        turned = logits.transpose(0, -1).softmax(0).transpose(0, -1)
+        return (turned.square().sum(-1) * logits.square().mean(-1)).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "hidden": torch.randn(36, HIDDEN, generator=draw),
+        "weight": torch.randn(VOCAB, HIDDEN, generator=draw),
+    }
+    check(loss, given)
+
+
 def test_names_of_the_table() -> None:
     """Every loss of the bench is a case here."""
     assert {name.partition("-")[2] for name in CASES} == LOSSES.keys() | HEADS.keys()

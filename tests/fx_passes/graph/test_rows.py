@@ -272,6 +272,15 @@ def test_rows_in_two_places() -> None:
     assert checked(lambda x, d, at: x.transpose(1, 2).exp(), LAYOUTS[1]) is None
 
 
+def test_rows_in_another_order() -> None:
+    """[T, B, V] of [B, T, V], with as many of both: its rows are not those of the operand one after the other."""
+    module = make_fx(lambda x: x.permute(1, 0, 2))(torch.randn(3, 3, V))
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.permute.default)
+    (given,) = module.graph.find_nodes(op="placeholder")
+    assert block_of(node, {given: Block(0, 2)}.get) is None
+    assert step_of(node, Block(0, 2)) is None
+
+
 SUMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "a sum over rows": ("sum", lambda x: x.sum(0)),
     "a sum over all": ("sum", lambda x: x.sum()),
