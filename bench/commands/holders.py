@@ -46,7 +46,7 @@ def counted(name: str) -> dict[str, Any]:
     return {
         "calls": sum(p.calls for p in placed),
         "over": sum(p.over for p in placed),
-        "reasons": [text for p in placed for text in p.named.values()],
+        "reasons": [p.last for p in placed if p.last],
     }
 
 

@@ -137,10 +137,11 @@ Known = Callable[[Node], Block | None]
 
 
 def shape_of_value(node: Node) -> Shape:
-    """Of a tensor, or of the first one of several."""
+    """Of a tensor, or of the first one of several; nothing of what is none."""
     found = value(node)
-    first = found[0] if isinstance(found, (tuple, list)) else found
-    return tuple(first.shape)
+    several = found if isinstance(found, (tuple, list)) else (found,)
+    first = next((each for each in several if isinstance(each, Tensor)), None)
+    return () if first is None else tuple(first.shape)
 
 
 def _operands(arg: Any) -> Iterator[Rows | Whole]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import byte_count, is_backward, shape_of, value
+from fx_passes.graph.facts import byte_count, is_backward, same, shape_of, value
 from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.linear.degrees import (
@@ -166,7 +166,7 @@ class _Degrees:
         while packed.target in RESHAPES:
             packed = packed.args[0]
         parts = packed.args[0] if packed.target is aten.cat.default else [packed]
-        if 0 in shape_of(packed):
+        if any(same(size, 0) for size in shape_of(packed)):
             return
         for at, part in enumerate(parts):
             if self.of(part) not in (ZERO, degrees[at % len(degrees)]):

@@ -760,7 +760,7 @@ def test_every_text_is_asserted() -> None:
     missing = [
         f"{path.relative_to(_SOURCE)}:{line}: {text}"
         for path in sorted(_SOURCE.rglob("*.py"))
-        if path.name != "torch_private.py"  # says nothing of a user's graph
+        if path.name not in ("torch_private.py", "pipeline.py")  # say nothing of a user's graph
         for line, text in texts(path)
         if text not in UNREACHABLE and not _is_asserted(text, asserted)
     ]

