@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import Aliases, changed_inputs
-from fx_passes.graph.facts import Size, is_given, same_layout, value
+from fx_passes.graph.facts import Size, byte_count, is_given, same_layout, value
 from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
@@ -167,14 +167,20 @@ class _Gradient:
 
 
 def _gradients_of(node: Node) -> list[_Gradient]:
-    """Of a loop the first result that is laid out like something it reads once, and nothing else shows."""
+    """Of a loop the first result that is laid out like the largest value that it reads: the logits."""
     if node.target is torch.ops.slime_fused.row_grad.default:
         return [_Gradient(node, node.args[0])]  # type: ignore[arg-type]
     rows: Any = node.args[0]
+    largest = max(map(byte_count, rows))
     for result, wide in enumerate(value(node)):
         for at, x in enumerate(rows):
             own = value(x)
-            if rows.count(x) == 1 and own.dtype == wide.dtype and _is_same_memory(own, wide):
+            if (
+                rows.count(x) == 1
+                and byte_count(x) == largest
+                and own.dtype == wide.dtype
+                and _is_same_memory(own, wide)
+            ):
                 return [_Gradient(node, x, (at, result))]
     return []
 

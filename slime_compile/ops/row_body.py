@@ -93,13 +93,22 @@ def _argument(arg: Any, values: Any, sizes: Sequence[Any], rows: Any) -> Any:
     return rows if "n" in arg else getattr(torch, arg["d"])
 
 
-def _read(arg: Any) -> set[int]:
+def values_read(arg: Any) -> set[int]:
     """The values that an argument names."""
     if isinstance(arg, dict):
         return {arg["v"]} if "v" in arg else set()
     if isinstance(arg, list):
-        return set().union(*map(_read, arg))
+        return set().union(*map(values_read, arg))
     return set()
+
+
+@functools.cache
+def may_show(name: str) -> bool:
+    """Whether the operator's result may be a view of its operand."""
+    if name in ("getitem", "prims.convert_element_type.default"):
+        return True
+    target: Any = function_of(name)
+    return any(each.alias_info is not None for each in target._schema.returns)
 
 
 def _interpreted(told: Steps, chunk: Chunk) -> dict[int, Tensor]:
@@ -140,7 +149,7 @@ def _last_reads(told: Steps, first: int) -> dict[int, list[int]]:
     """After which step a value that is not handed out is not read any more."""
     last: dict[int, int] = {}
     for at, (_, args, kwargs) in enumerate(told.steps):
-        for used in _read(args) | _read(list(kwargs.values())) | {first + at}:
+        for used in values_read(args) | values_read(list(kwargs.values())) | {first + at}:
             last[used] = at
     ends: dict[int, list[int]] = {}
     kept = {*told.returned, *(told.over or ())[:1]}

@@ -26,7 +26,7 @@ from slime_compile.ops import holders
 from slime_compile.ops.linear_chunks import Sum
 from slime_compile.ops.operators import holders_named, register, why_beside
 from slime_compile.ops.regions import on_call, placed, was_under_hooks
-from slime_compile.ops.row_body import Chunk, Steps, body_of
+from slime_compile.ops.row_body import Chunk, Steps, body_of, may_show, values_read
 
 __all__ = ["row_loop", "row_loop_over", "run_loop"]
 
@@ -78,6 +78,18 @@ class Program:
         added = [v["v"] for how, *values, _, _ in self.results if how != "rows" for v in values]
         target = None if over is None else (self.results[over[1]][1]["v"], over[0])
         return Steps(self.steps, written, tuple(dict.fromkeys(added)), target)
+
+    def sums_read(self, at: int, given: int) -> bool:
+        """Whether a sum over rows reads tensor number `at`, or a view of it, once the chunk is computed.
+
+        Args:
+            given: the number of tensors that the loop is given.
+        """
+        shown = {at}
+        for number, (name, args, _) in enumerate(self.steps, given):
+            if may_show(name) and not shown.isdisjoint(values_read(args)):
+                shown.add(number)
+        return not shown.isdisjoint(self.steps_of(None).returned)
 
 
 @functools.lru_cache(maxsize=256)
@@ -226,10 +238,12 @@ def _row_loop_over(
     seen = holders.counts(sys.getrefcount(x), x)  # before all else
     if owner == "caller" and was_under_hooks(place):
         owner = "anyone"
+    at, result = over
     reason = why_beside(x, seen, owner, others or (), False)
+    if read(program).sums_read(at, len(rows) + 1 + len(whole)):
+        reason = reason or "a sum over rows reads them"
     on_call(region)
     placed(place, reason, functools.partial(holders_named, reason, x))
-    at, result = over
     every = [*rows[:at], x, *rows[at:]]
     target = None if reason else (at, result)
     with torch.no_grad():

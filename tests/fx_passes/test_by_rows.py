@@ -24,6 +24,8 @@ import slime_compile
 from bench.cases.rows import HEADS, LOSSES, TRAINED, inputs_of, over_heads
 from fx_passes.graph.operators import SHOWN
 from fx_passes.rows.program import Program, Untold
+from slime_compile.ops.row_loop import Program as RowLoop
+from slime_compile.torch_private import inductor_config
 from tests.support import harness
 
 ROWS, VOCAB, HIDDEN = 44, 160, 12
@@ -174,7 +176,8 @@ SOME = ("given-tsallis", "head-reverse_kl", "head-top_p_by_sort", "own-r_drop", 
 @pytest.mark.parametrize("name", SOME)
 def test_under_inductor(name: str, graphs: list[Graph], caplog: pytest.LogCaptureFixture) -> None:
     fn, frozen = CASES[name]
-    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, inner="inductor")
+    with inductor_config.patch(force_disable_caches=True):  # the passes are looked at
+        check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, inner="inductor")
     assert any(loops(graph) for graph in graphs)
     assert "step by step" not in caplog.text
 
@@ -458,6 +461,28 @@ def test_logits_that_nothing_holds_are_written_over() -> None:
     (truth,) = truth_of(fn, {"logits": leaf.detach()})[1:]
     (eager,) = step(fn, {"logits": leaf.detach()})[1:]
     harness.no_worse_than_eager(leaf.grad, eager, truth, torch.float32)
+
+
+def test_what_a_sum_reads_is_not_written_over() -> None:
+    """A gradient of numbers as many as hidden states, which the product for another gradient reads after it."""
+    fn, frozen = CASES["own-lora_head"]
+    given, *more = draws(fn, torch.float32)
+    check(fn, given, frozen, more, grad_in_forward="never")
+    check(fn, given, frozen, more, grad_in_forward="never", inner="inductor")
+
+
+def _loop(steps: list[Any], results: list[Any]) -> RowLoop:
+    return RowLoop(((0, 1), (0, 1)), tuple(steps), tuple(results), (VOCAB, 4))
+
+
+def test_whether_a_sum_reads_a_tensor() -> None:
+    """Tensors 0 and 1 have rows, 2 is whole; the first step's value is number 3."""
+    product = ["product", {"v": 4}, {"v": 1}, "float32", [VOCAB, HIDDEN]]
+    turned = ["aten.permute.default", [{"v": 3}, [0, 1]], {}]
+    shown = _loop([["aten.reshape.default", [{"v": 0}, [{"n": 1}, VOCAB]], {}], turned], [product])
+    assert [shown.sums_read(at, 3) for at in (0, 1)] == [True, True]
+    made = _loop([["aten.exp.default", [{"v": 0}], {}], turned], [product])
+    assert [made.sums_read(at, 3) for at in (0, 1)] == [False, True]
 
 
 # ---- what else there is -------------------------------------------------------------------------------------------
