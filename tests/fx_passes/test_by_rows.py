@@ -25,7 +25,7 @@ from bench.cases.rows import HEADS, LOSSES, TRAINED, inputs_of, over_heads
 from fx_passes.graph.operators import SHOWN
 from fx_passes.rows.program import Program, Untold
 from slime_compile.ops.row_loop import Program as RowLoop
-from slime_compile.torch_private import inductor_config
+from slime_compile.torch_private import functorch_config, inductor_config
 from tests.support import harness
 
 ROWS, VOCAB, HIDDEN = 44, 160, 12
@@ -176,7 +176,8 @@ SOME = ("given-tsallis", "head-reverse_kl", "head-top_p_by_sort", "own-r_drop", 
 @pytest.mark.parametrize("name", SOME)
 def test_under_inductor(name: str, graphs: list[Graph], caplog: pytest.LogCaptureFixture) -> None:
     fn, frozen = CASES[name]
-    with inductor_config.patch(force_disable_caches=True):  # the passes are looked at
+    uncached = inductor_config.patch(fx_graph_cache=False)  # the passes are looked at
+    with uncached, functorch_config.patch(enable_autograd_cache=False):
         check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen, inner="inductor")
     assert any(loops(graph) for graph in graphs)
     assert "step by step" not in caplog.text
