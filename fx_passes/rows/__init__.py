@@ -7,7 +7,7 @@
 
 No rule about what is computed is needed for its memory: of a divergence, a sort or a square of a softmax a loop holds a
 chunk at a time. What it hands out are numbers per row, sums over rows, and what the program itself wants whole: the
-gradient of given logits.
+gradient of given logits. Longer than other files: the plan and the edits that follow from it stand together.
 """
 
 from __future__ import annotations
