@@ -240,12 +240,34 @@ def _sizes_of(loop: Loop, region: Region, config: RowsConfig) -> Sizes:
 
 
 def _pays(loops: Sequence[Loop], region: Region) -> bool:
-    """Whether a loop makes something wide beside what it hands out, other than by showing what it is given."""
-    return any(
-        region.made_wide(node) and node not in loop.results and node.target not in SHOWN
+    """Whether a loop makes something wide beside what it hands out, other than by showing what it is given.
+
+    Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out,
+    such as the gradient of a slice, which is put among the others: it would be in memory beside what is made of it.
+    """
+    inside = [
+        node
         for loop in loops
         for node in loop.body
-    )
+        if region.made_wide(node) and node not in loop.results and node.target not in SHOWN
+    ]
+    if any(node.target in MATMULS for node in inside):
+        return True
+    # of given values without a gradient of theirs inductor stores little
+    handed_out = [n for loop in loops for n in loop.results if region.is_wide(n)]
+    goes_on = any(_goes_on(node, region) for node in handed_out)
+    return bool(inside and handed_out) and not goes_on
+
+
+def _goes_on(node: Node, region: Region) -> bool:
+    """Whether an operator outside the region reads `node`, or a view of it."""
+    for user in node.users:
+        stays = user in region.steps or user in region.sums
+        if stays or user.op == "output" or user.target is aten.copy_.default:
+            continue
+        if user.target not in SHOWN or _goes_on(user, region):
+            return True
+    return False
 
 
 def _check_unchanged(graph: Graph, loops: Sequence[Loop], region: Region) -> None:

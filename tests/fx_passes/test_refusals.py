@@ -749,6 +749,7 @@ UNREACHABLE: set[str] = {
     "a softmax of a value that no logits are in",
     "a condition that is not a row mask",
     "a size of a value that no logits are in",
+    "all rows are equal, and made of one",  # a loop over copies of one row does not pay
 }
 
 NO_REASONS = {EXPECTED, _FRAME.pattern}  # a label, and a regular expression
