@@ -109,11 +109,14 @@ class Program:
         args = [self._argument(arg) for arg in step.args]
         kwargs = {name: self._argument(arg) for name, arg in step.kwargs.items()}
         name = "getitem" if step.target is operator.getitem else str(step.target)
-        told = [name, args, kwargs]
-        key = repr(told)
+        return self._told([name, args, kwargs])
+
+    def _told(self, step: list[Any]) -> Any:
+        """The value of a step; equal steps are one."""
+        key = repr(step)
         if key not in self._known:
             self._known[key] = {"v": ("step", len(self.steps))}
-            self.steps.append(told)
+            self.steps.append(step)
         return self._known[key]
 
     def _argument(self, arg: Any) -> Any:
@@ -155,12 +158,7 @@ class Program:
             return found
         rest = operand.block.rest(shape_of_value(node))
         sizes = [{"n": 1}, *[1] * operand.gap, *(self._number(size) for size in rest)]
-        told = [str(aten.reshape.default), [found, sizes], {}]
-        key_ = repr(told)
-        if key_ not in self._known:
-            self._known[key_] = {"v": ("step", len(self.steps))}
-            self.steps.append(told)
-        return self._known[key_]
+        return self._told([str(aten.reshape.default), [found, sizes], {}])
 
     def _number(self, size: Any) -> Any:
         if isinstance(size, int):

@@ -200,7 +200,8 @@ class _Compiled:
         ]
         whole = [(each.dtype, each.shape, each.stride()) for each in chunk.whole]
         device = chunk.rows[0].device
-        key = repr((self.text, steps.over, tuple(chunk.sizes), of_rows, whole, device))
+        results = (steps.written, steps.returned, steps.over)
+        key = repr((self.text, results, tuple(chunk.sizes), of_rows, whole, device))
         with _lock:
             if key not in _kept:
                 _kept[key] = self._compiled(chunk)
