@@ -88,7 +88,7 @@ class Returned:
     def _is_part(self, node: Node, told: dict[str, Any], at: int) -> bool:
         """Whether it is a part of a larger value, without a gradient: autograd knows no view that inductor makes."""
         found = value(node)
-        if same(found.untyped_storage().nbytes(), found.nbytes):
+        if same(found.untyped_storage().nbytes(), found.numel() * found.element_size()):
             return False
         given = [n.meta.get("desc") for n in self.graph.find_nodes(op="placeholder")]
         tangents = [each.output for each in given if isinstance(each, TangentAOTInput)]

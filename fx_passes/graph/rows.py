@@ -758,6 +758,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_MATMULS, Rule(_block_of_matmul, _matmul_step)),
     **dict.fromkeys(_REDUCTIONS, Rule(_block_of_reduction, _reduction_step)),
     **dict.fromkeys(_ALONG, Rule(_same_block, _along_step)),
+    aten.copy.default: Rule(_right_aligned, _pointwise),
     aten.expand.default: Rule(_right_aligned, _expand_step),
     aten.select.int: Rule(_after_select, _select_step),
     aten.select_backward.default: Rule(_before_select, _backward_step),

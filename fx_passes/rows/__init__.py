@@ -245,12 +245,8 @@ def _pays(loops: Sequence[Loop], region: Region) -> bool:
     Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out,
     such as the gradient of a slice, which is put among the others: it would be in memory beside what is made of it.
     """
-    inside = [
-        node
-        for loop in loops
-        for node in loop.body
-        if region.made_wide(node) and node not in loop.results and node.target not in SHOWN
-    ]
+    spared = [node for loop in loops for node in loop.spared(region)]
+    inside = [node for node in spared if node.target not in SHOWN]
     if any(node.target in MATMULS for node in inside):
         return True
     # of given values without a gradient of theirs inductor stores little
@@ -373,7 +369,7 @@ def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan) -> Looped:
     wide = [node for node in loop.body if region.made_wide(node)]
     chunks = -(-sizes.rows // sizes.row_chunk)
     source = next(filter(None, map(source_of, wide)), "")
-    values = len(set(wide) - loop.results.keys())
+    values = len(loop.spared(region))
     nodes = tuple((str(node.target), source_of(node)) for node in loop.body)
     waits = plan.waits if loop.backward else ""
     early = plan.tangent is not None

@@ -40,6 +40,11 @@ class Loop:
     results: dict[Node, None] = field(default_factory=dict)
     body: dict[Node, None] = field(default_factory=dict)
 
+    def spared(self, region: Region) -> list[Node]:
+        """Full-vocabulary values of which it makes a chunk at a time, and which it does not hand out."""
+        made = [node for node in self.body if region.made_wide(node) and node not in self.results]
+        return [node for node in made if isinstance(value(node), Tensor)]
+
 
 def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
     """The loops of `region` by their levels, without those that nothing needs.

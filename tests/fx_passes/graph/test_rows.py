@@ -115,6 +115,7 @@ PROGRAMS: dict[str, Callable[[Tensor, int, Layout], Any]] = {
     "expand": lambda x, d, at: x.sum(d, keepdim=True).expand(x.shape),
     "turned": lambda x, d, at: x.movedim(d, 0 if d else -1).exp(),
     "unsqueezed": lambda x, d, at: x.unsqueeze(0).exp().squeeze(0),
+    "copied over": lambda x, d, at: aten.copy(x.exp(), x.sum(d, keepdim=True)),
     "clone": lambda x, d, at: x.clone().detach(),
 }
 ONLY_2D: dict[str, Callable[[Tensor, int, Layout], Any]] = {
