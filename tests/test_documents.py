@@ -8,9 +8,42 @@ import torch
 
 import slime_compile.ops  # noqa: F401  registers them
 from fx_passes import pipeline
+from tests.support import prose
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+EASY = [
+    ROOT / name
+    for name in (
+        "README.md", "docs/aliasing.md", "docs/benchmarks.md", "docs/bug_reports.md", "docs/distillation.md",
+        "docs/index.md", "docs/integrations.md", "docs/reports.md",
+        "docs/fusion.md", "docs/numerics.md", "docs/options.md", "docs/tensor_parallelism.md", "docs/versions.md",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", EASY, ids=lambda path: path.name)
+def test_easy_to_read(path: Path) -> None:
+    assert prose.density(path.read_text()) < 1.5
+
+
+def test_relative_pronouns_are_counted_in_running_text_only() -> None:
+    text = "What is left, who `that` holds.\n\n| which | that |\n\n```\nwhere\n```\n[a page](what.md)\n"
+    assert prose.words_of(text) == ["what", "is", "left", "who", "holds", "a", "page"]
+    assert prose.density(text) == pytest.approx(100 * 2 / 7)
+    assert prose.density("") == 0
+
+
+def test_the_example_of_distillation_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distillation.md").read_text(), re.S)
+    names: dict[str, torch.Tensor] = {}
+    exec(code.replace('"slime_fused"', '"slime_fused", options={"inner": "aot_eager"}'), names)
+    student = names["student"].detach().double().requires_grad_()
+    first, second = (torch.log_softmax(x / 2.0, -1) for x in (student, names["teacher"].double()))
+    (first.exp() * (first - second)).sum(-1).mean().backward()
+    torch.testing.assert_close(names["student"].grad.double(), student.grad, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

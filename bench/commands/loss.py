@@ -106,6 +106,11 @@ def _table(store: Store, variant: str, spelling: str) -> tuple[str, list[str], l
 _COLUMNS = ("peak", "RSS", "time", "error")
 
 
+def texts_of(store: Store, variant: str, spelling: str, dtype: str, way: str) -> list[str]:
+    """Peak, RSS, time and error of one way, as the table has them."""
+    return _texts(store, Case(variant, spelling, dtype), way)
+
+
 def _texts(store: Store, case: Case, way: str) -> list[str]:
     found, timed = store.cells[_name("peak", case, way)], store.cells[_name("time", case)]
     texts = [found["error"]] * 2 if "error" in found else [

@@ -1,6 +1,7 @@
 """`python -m bench readme`: puts what commands made where the documents have a mark, up to the next `<!-- end -->`.
 
 <!-- bench NAME -->   bench/results/NAME.md
+<!-- headline -->     five figures of bench/results/loss.json
 <!-- report -->       what the document's example prints: the Python block after `<!-- example -->`
 <!-- options -->      the options of the backend and their defaults
 """
@@ -16,9 +17,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_DOCUMENTS = ("README.md", "docs/reference.md", "bench/README.md")
+_DOCUMENTS = (
+    "README.md", "docs/aliasing.md", "docs/benchmarks.md", "docs/options.md",
+    "docs/tensor_parallelism.md", "bench/README.md",
+)  # fmt: skip
 _MARK = re.compile(
-    r"(<!-- (?P<mark>bench [\w-]+|report|options) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<mark>bench [\w-]+|headline|report|options) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 _EXAMPLE = re.compile(r"<!-- example -->\n```python\n(?P<code>.*?)```", re.DOTALL)
 
@@ -39,6 +43,8 @@ def filled(text: str, results: Path) -> str:
             made = f"```\n{printed_by_example(text)}```\n"
         elif mark == "options":
             made = _options()
+        elif mark == "headline":
+            made = _headline(results)
         else:
             path = results / f"{mark.removeprefix('bench ')}.md"
             made = path.read_text() if path.exists() else "Not measured yet.\n"
@@ -59,6 +65,27 @@ def printed_by_example(text: str) -> str:
             [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
         )
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+
+def _headline(results: Path) -> str:
+    """Peaks and times of the first table in short: float32, eager beside inductor and this backend."""
+    from bench.commands import loss
+    from bench.measure.cells import Store
+
+    store = Store(results, "loss", resume=True)
+    if not store.cells:
+        return "Not measured yet.\n"
+    lines = [
+        "| | logits passed in: peak | time | `lm_head` inside: peak | time |",
+        "|---|---|---|---|---|",
+    ]
+    for way in ("eager", "inductor", "slime_fused"):
+        texts: list[str] = []
+        for variant in ("given", "inside"):
+            peak, _, time, _ = loss.texts_of(store, variant, "megatron", "float32", way)
+            texts += [f"{peak}x", time.split()[0]]
+        lines.append(f"| {way} | {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
 
 
 def _options() -> str:

@@ -97,7 +97,7 @@ def test_a_document_is_filled(tmp_path: Path) -> None:
 
 
 def test_options_of_the_documents_are_those_of_the_backend() -> None:
-    text = (ROOT / "docs/reference.md").read_text()
+    text = (ROOT / "docs/options.md").read_text()
     assert readme._options() in text, "run `python -m bench readme`"
 
 

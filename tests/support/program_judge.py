@@ -14,7 +14,7 @@ outputs and not in gradients. A row with +inf, or with the negative of -inf, has
 infinite value, and what it makes of one (exp(x) / inf), NaN is as good (docs/ops.md), and so it is in what would be
 NaN if the +inf were; where a part of its gradient is NaN, all of it may be; and what is not finite of it in eager code
 may be finite, as the softmax of the negative is. The same of rows that the program makes +inf (1 / 0), where it takes
-an exponential or a maximum of them. Where it divides a row by 0, NaN is as good (docs/reference.md).
+an exponential or a maximum of them. Where it divides a row by 0, NaN is as good (docs/numerics.md).
 A gradient that is infinite may be NaN: a derivative that is infinite times a gradient that is 0, but for its rounding.
 """
 
