@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test test-thorough test-capabilities test-cuda test-cuda-torch test-torch smoke-torch test-trainers bench fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities test-cuda test-cuda-torch test-torch smoke-torch test-trainers bench bench-all fuzz mutants lint format
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only. It has no wheel for every Python.
@@ -105,8 +105,12 @@ fuzz: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(PY) tests/mutants.py --workers $(JOBS) $(ONLY)
 
+# A first table in about two minutes, and the whole one. RESUME=--resume goes on after an interruption.
 bench: $(INSTALLED)
-	$(PY) -m bench
+	$(PY) -m bench $(RESUME)
+
+bench-all: $(INSTALLED)
+	$(PY) -m bench table $(RESUME)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|holders|readme]`; without: README.md's table."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|holders|readme]`; without: a short table."""
 
 import argparse
 import os
@@ -11,15 +11,16 @@ from bench.commands import estimate, holders, lm_head, loss, memory, partial, re
 from bench.measure.cells import RESULTS
 
 COMMANDS = {
-    "table": (loss.main, "the seeds' loss before and after: memory, time, error"),
+    "short": (loss.short, "slime's policy loss in float32, beside eager and inductor: two minutes"),
+    "table": (loss.main, "the whole table of it: memory, time, error, also in bfloat16"),
     "memory": (memory.main, "the tables of slime#2011, re-made"),
     "estimate": (estimate.main, "estimated peaks beside the measured ones"),
-    "speed": (speed.main, "forward and backward beside peers"),
+    "speed": (speed.main, "forward and backward beside other packages"),
     "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
-    "lm_head": (lm_head.main, "logits that a matmul makes, beside peers: memory, time, error"),
-    "partial": (partial.main, "losses that are fused in part, beside inductor: memory, time"),
-    "compile": (first_compile.main, "what the passes add to a first compile, and how it grows"),
-    "holders": (holders.main, "who holds the logits in real trainers while backward runs"),
+    "lm_head": (lm_head.main, "heads, beside other packages: memory, time, error"),
+    "partial": (partial.main, "partly fused losses, beside inductor: memory, time"),
+    "compile": (first_compile.main, "the passes' share of a first compile, by graph size"),
+    "holders": (holders.main, "references to the logits in real trainers during backward"),
     "readme": (readme.main, "put the tables into the documents"),
 }
 
@@ -31,16 +32,16 @@ def main() -> None:
         epilog=f"commands:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", nargs="?", choices=COMMANDS, default="table")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="short")
     parser.add_argument("--out", type=Path, default=RESULTS, help="for JSON, tables and pictures")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that are finished")
-    parser.add_argument("--jobs", type=int, default=2, help="cells of memory at a time (table)")
-    parser.add_argument("--seconds", type=float, default=8, help="for the rounds of a case")
-    parser.add_argument("--minutes", type=float, default=60, help="no cell starts after that")
-    parser.add_argument("--spelling", choices=SPELLINGS, default="megatron", help="(table)")
+    parser.add_argument("--resume", action="store_true", help="keep finished cells of this machine")
+    parser.add_argument("--jobs", type=int, default=2, help="memory cells at a time (short, table)")
+    parser.add_argument("--seconds", type=float, default=8, help="seconds of rounds per case")
+    parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this")
+    parser.add_argument("--spelling", choices=SPELLINGS, default="megatron", help="(short, table)")
     parser.add_argument(
         "--device", choices=["own", "stand-in"], default="own",
-        help="stand-in: for CUDA's, no GPU; kernels do nothing, at full size (memory)",
+        help="stand-in: torch's CUDA build without a GPU; kernels do nothing, full size (memory)",
     )  # fmt: skip
     options = parser.parse_args()
     if options.device == "stand-in":

@@ -1,11 +1,11 @@
 """The losses that are measured, their data, and the float64 truth that they are judged by.
 
-The seeds' loss (per-token log-probs and entropies of `[N, V]` logits, and a clipped policy loss of both), as
+slime's policy loss (per-token log-probs and entropies of `[N, V]` logits, and a clipped policy loss of both), as
 `SPELLINGS` has it:
 
     megatron   slime's loss before it was fused by hand: every consumer gets a clone, log-probs come from Megatron's own
                `fused_vocab_parallel_cross_entropy`, entropies from an `autograd.Function` that works in place
-    reuse      the seeds' patch (slime#2011): one `autograd.Function` that keeps the softmax and makes it the gradient
+    reuse      slime's own patch (slime#2011): one `autograd.Function` that keeps the softmax and makes it the gradient
     plain      what a paper's formula looks like
 
 The vocabulary is whole: a process group of one.

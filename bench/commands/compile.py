@@ -25,7 +25,7 @@ ROWS, VOCAB = 256, 2048  # small: no kernel's own time counts
 WAYS = ("inductor", "slime_fused")
 PIECES = (4, 16, 64)
 _KERNELS = "The CPU operators' C++, once per machine, seconds"
-CASES = ["the seeds' loss", *(f"{n} chunks" for n in PIECES), "a small model with the loss"]
+CASES = ["slime's policy loss", *(f"{n} chunks" for n in PIECES), "a small model with the loss"]
 
 
 def main(options: argparse.Namespace) -> None:
@@ -114,7 +114,7 @@ def _timed_passes() -> dict[str, float]:
 # ---- the cases ----------------------------------------------------------------------------------------------------
 
 
-def _seeds_loss(_: str) -> tuple[Any, list[Tensor]]:
+def _policy_loss(_: str) -> tuple[Any, list[Tensor]]:
     problem = Problem(Case("given", "megatron", "float32", ROWS, VOCAB), with_truth=False)
     return problem.case.function(), [*(w.requires_grad_() for w in problem.wide), *problem.rows]
 
@@ -149,7 +149,7 @@ def _model(_: str) -> tuple[Any, list[Tensor]]:
 
 
 CALLS: dict[str, Callable[[str], tuple[Any, list[Tensor]]]] = {
-    "seeds' loss": _seeds_loss,
+    "policy loss": _policy_loss,
     "chunks": _chunks,
     "small model with the loss": _model,
 }

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.cases.losses import Case
 from bench.measure import measure
-from bench.measure.cells import Cells, Store, gib, run_cells, write_table
+from bench.measure.cells import Cells, Store, finished, gib, run_cells, write_table
 from bench.measure.measure import WAYS
 
 _ALLOWED = 0.03  # of the measured peak
@@ -48,7 +48,7 @@ def fake_arguments(case: Case) -> list[Tensor]:
 
 def main(options: argparse.Namespace) -> None:
     """Estimates every cell that `python -m bench` has measured under slime_fused."""
-    measured = Store(options.out, "loss", resume=True).cells
+    measured = finished(options.out, "loss")
     fields = Case.__dataclass_fields__
     cells: Cells = {}
     for name, found in measured.items():

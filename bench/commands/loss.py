@@ -1,13 +1,13 @@
-"""`python -m bench`: the seeds' loss before and after, peak memory, time and error.
+"""`python -m bench`: slime's policy loss before and after, peak memory, time and error; in short, or the whole table.
 
-Entry point: `main`. Memory in a process per cell, over logits of 262 MB, so large that buffers for chunks of them
+Entry points: `short`, `main`. Memory in a process per cell, over logits of 262 MB: buffers for chunks of them
 hardly count; time of all ways in one process per case. See README.md for the protocol.
 """
 
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ DTYPES = ("float32", "bfloat16")
 _MEMORY_ROWS = {"float32": 2048, "bfloat16": 4096}  # the same bytes
 _TIME_ROWS = 1024
 _HIDDEN = 16  # CPUs without bfloat16 units take seconds for its matmuls
+Finished = Mapping[str, dict[str, Any]]
+"""Cells by their names."""
+
 _TITLES = {
     "given": "Logits given, forward and backward",
     "inside": "Logits made inside the function (hidden @ weight.t()), forward and backward",
@@ -27,30 +30,58 @@ _TITLES = {
 }
 
 
-def ways_of(variant: str) -> list[str]:
-    """`consume_logits` is for logits that are given; without gradient nothing is saved."""
-    left_out = {"given": (), "inside": ("consume",), "no_grad": ("consume", "save=")}[variant]
-    return [way for way in WAYS if not any(word in way for word in left_out)]
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A part of the table, and the name of its files."""
+
+    name: str
+    variants: tuple[str, ...] = VARIANTS
+    dtypes: tuple[str, ...] = DTYPES
+    ways: tuple[str, ...] = tuple(WAYS)
+
+    def ways_of(self, variant: str) -> list[str]:
+        """`consume_logits` is for given logits; without a gradient nothing is saved."""
+        left_out = {"given": (), "inside": ("consume",), "no_grad": ("consume", "save=")}[variant]
+        return [way for way in self.ways if not any(word in way for word in left_out)]
+
+
+WHOLE = Selection("loss")
+SHORT = Selection("short", ("given", "inside"), ("float32",), ("eager", "inductor", "slime_fused"))
+
+
+def short(options: argparse.Namespace) -> None:
+    """A first table in two minutes: float32, this backend beside eager and inductor."""
+    options.seconds = min(options.seconds, 4)
+    _measure(options, SHORT)
+    print("\nThe whole table: `make bench-all` (python -m bench table)")
 
 
 def main(options: argparse.Namespace) -> None:
-    store = Store(options.out, "loss", resume=options.resume)
+    _measure(options, WHOLE)
+
+
+def _measure(options: argparse.Namespace, selection: Selection) -> None:
+    store = Store(options.out, selection.name, resume=options.resume)
     cases = [
         Case(variant, options.spelling, dtype, hidden=_HIDDEN)
-        for variant in VARIANTS
-        for dtype in DTYPES
+        for variant in selection.variants
+        for dtype in selection.dtypes
     ]
-    run_cells(store, _memory_cells(cases), jobs=options.jobs)
-    run_cells(store, _time_cells(cases, options.seconds))  # alone: the machine is theirs
-    write_table(store, [_table(store, variant, options.spelling) for variant in VARIANTS])
-    plot(store, options.spelling, store.path.with_suffix(".png"))
+    run_cells(store, _memory_cells(cases, selection), jobs=options.jobs)
+    # alone: the machine is theirs
+    run_cells(store, _time_cells(cases, selection, options.seconds))
+    tables = [
+        _table(store.cells, selection, variant, options.spelling) for variant in selection.variants
+    ]
+    write_table(store, tables)
+    plot(store.cells, selection, options.spelling, store.path.with_suffix(".png"))
 
 
-def _memory_cells(cases: list[Case]) -> Cells:
+def _memory_cells(cases: list[Case], selection: Selection) -> Cells:
     cells: Cells = {}
     for case in cases:
         sized = dataclasses.replace(case, rows=_MEMORY_ROWS[case.dtype])
-        for way in ways_of(case.variant):
+        for way in selection.ways_of(case.variant):
             cells[_name("peak", case, way)] = functools.partial(_peak, sized, way)
     return cells
 
@@ -64,18 +95,20 @@ def _peak(case: Case, way: str) -> dict[str, Any]:
     }
 
 
-def _time_cells(cases: list[Case], seconds: float) -> Cells:
+def _time_cells(cases: list[Case], selection: Selection, seconds: float) -> Cells:
     cells: dict[str, Callable[[], dict[str, Any]]] = {}
     for case in cases:
         sized = dataclasses.replace(case, rows=_TIME_ROWS)
-        cells[_name("time", case)] = functools.partial(_times, sized, seconds)
+        cells[_name("time", case)] = functools.partial(
+            _times, sized, selection.ways_of(case.variant), seconds
+        )
     return cells
 
 
-def _times(case: Case, seconds: float) -> dict[str, Any]:
-    found = measure.in_fresh_process(measure.times, case, ways_of(case.variant), seconds)
-    ways = {way: {**dataclasses.asdict(t), "time_ms": t.time_ms} for way, t in found.items()}
-    return {**dataclasses.asdict(case), "ways": ways}
+def _times(case: Case, ways: list[str], seconds: float) -> dict[str, Any]:
+    found = measure.in_fresh_process(measure.times, case, ways, seconds)
+    timed = {way: {**dataclasses.asdict(t), "time_ms": t.time_ms} for way, t in found.items()}
+    return {**dataclasses.asdict(case), "ways": timed}
 
 
 def _name(*parts: Any) -> str:
@@ -87,32 +120,36 @@ def _name(*parts: Any) -> str:
 # ---- table and plot -----------------------------------------------------------------------------------------------
 
 
-def _table(store: Store, variant: str, spelling: str) -> tuple[str, list[str], list[list[str]]]:
-    headers = ["", *(f"{short} {what}" for short in ("fp32", "bf16") for what in _COLUMNS)]
+def _table(
+    found: Finished, selection: Selection, variant: str, spelling: str
+) -> tuple[str, list[str], list[list[str]]]:
+    names = [_SHORT_NAMES[dtype] for dtype in selection.dtypes]
+    headers = ["", *(f"{name} {what}" for name in names for what in _COLUMNS)]
     rows = [
         [
             way,
             *(
                 text
-                for dtype in DTYPES
-                for text in _texts(store, Case(variant, spelling, dtype), way)
+                for dtype in selection.dtypes
+                for text in _texts(found, Case(variant, spelling, dtype), way)
             ),
         ]
-        for way in ways_of(variant)
+        for way in selection.ways_of(variant)
     ]
     return _TITLES[variant], headers, rows
 
 
+_SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
 _COLUMNS = ("peak", "RSS", "time", "error")
 
 
-def texts_of(store: Store, variant: str, spelling: str, dtype: str, way: str) -> list[str]:
+def texts_of(cells: Finished, variant: str, spelling: str, dtype: str, way: str) -> list[str]:
     """Peak, RSS, time and error of one way, as the table has them."""
-    return _texts(store, Case(variant, spelling, dtype), way)
+    return _texts(cells, Case(variant, spelling, dtype), way)
 
 
-def _texts(store: Store, case: Case, way: str) -> list[str]:
-    found, timed = store.cells[_name("peak", case, way)], store.cells[_name("time", case)]
+def _texts(cells: Finished, case: Case, way: str) -> list[str]:
+    found, timed = cells[_name("peak", case, way)], cells[_name("time", case)]
     texts = [found["error"]] * 2 if "error" in found else [
         f"{found[key] / found['logits_bytes']:.2f}" for key in ("allocated_bytes", "resident_bytes")
     ]  # fmt: skip
@@ -124,7 +161,7 @@ def _texts(store: Store, case: Case, way: str) -> list[str]:
     return [*texts, f"{ratio:.2f} ({mine['time_ms']:.0f} ms)", f"{error:.1e}"]
 
 
-def plot(store: Store, spelling: str, path: Path) -> None:
+def plot(cells: Finished, selection: Selection, spelling: str, path: Path) -> None:
     """Bars of the peaks, above bars of the times."""
     from bench.measure import plots
 
@@ -132,17 +169,18 @@ def plot(store: Store, spelling: str, path: Path) -> None:
         "peak / logits": {},
         "time / inductor's": {},
     }
-    for variant in VARIANTS:
-        ways = ways_of(variant)
+    for variant in selection.variants:
+        ways = selection.ways_of(variant)
         for what, column in (("peak / logits", 0), ("time / inductor's", 2)):
             bars[what][_TITLES[variant]] = {
                 dtype: [
-                    _number(_texts(store, Case(variant, spelling, dtype), way)[column])
+                    _number(_texts(cells, Case(variant, spelling, dtype), way)[column])
                     for way in ways
                 ]
-                for dtype in DTYPES
+                for dtype in selection.dtypes
             }
-    plots.bars(bars, {_TITLES[v]: ways_of(v) for v in VARIANTS}, path)
+    labels = {_TITLES[variant]: selection.ways_of(variant) for variant in selection.variants}
+    plots.bars(bars, labels, path)
 
 
 def _number(text: str) -> float | None:

@@ -70,10 +70,10 @@ def printed_by_example(text: str) -> str:
 def _headline(results: Path) -> str:
     """Peaks and times of the first table in short: float32, eager beside inductor and this backend."""
     from bench.commands import loss
-    from bench.measure.cells import Store
+    from bench.measure.cells import finished
 
-    store = Store(results, "loss", resume=True)
-    if not store.cells:
+    cells = finished(results, "loss")
+    if not cells:
         return "Not measured yet.\n"
     lines = [
         "| | logits passed in: peak | time | `lm_head` inside: peak | time |",
@@ -82,7 +82,7 @@ def _headline(results: Path) -> str:
     for way in ("eager", "inductor", "slime_fused"):
         texts: list[str] = []
         for variant in ("given", "inside"):
-            peak, _, time, _ = loss.texts_of(store, variant, "megatron", "float32", way)
+            peak, _, time, _ = loss.texts_of(cells, variant, "megatron", "float32", way)
             texts += [f"{peak}x", time.split()[0]]
         lines.append(f"| {way} | {' | '.join(texts)} |")
     return "\n".join([*lines, ""])

@@ -1,4 +1,4 @@
-"""`python -m bench tp`: the seeds' loss over a vocabulary in shards, per rank, and what a nested compile costs there.
+"""`python -m bench tp`: slime's policy loss over vocabulary shards, per rank, and the cost of a nested compile there.
 
 Entry point: `main`. TP processes over gloo on this machine, one thread each; every rank holds logits `[ROWS, SHARD]` in
 float32, so that the vocabulary grows with TP. All ways of a cell run in the same processes, one after the other
@@ -223,7 +223,7 @@ def _table(store: Store) -> tuple[str, list[str], list[list[str]]]:
         for group in map(Group, RANKS)
         for way in group.ways
     ]
-    return f"The seeds' loss over [{ROWS}, {SHARD}] fp32 logits on each rank", headers, rows
+    return f"slime's policy loss over [{ROWS}, {SHARD}] fp32 logits on each rank", headers, rows
 
 
 _COLUMNS = (

@@ -1,6 +1,6 @@
 """Cells of a table: each is run once, its numbers go to a JSON file at once, and an interrupted run can go on.
 
-Entry points: `Store`, `run_cells`, `write_table`, `stamp`. This module knows nothing about losses.
+Entry points: `Store`, `run_cells`, `write_table`, `finished`, `stamp`. This module knows nothing about losses.
 """
 
 import datetime
@@ -31,22 +31,48 @@ Cells = dict[str, Callable[[], dict[str, Any]]]
 """What makes the numbers of each cell, by the cell's name in the file."""
 
 
+_SAME = ("device", "driver", "threads", "python", "torch")
+"""Parts of a stamp that cells of one table have in common."""
+
+
 class Store:
-    """Finished cells, by name, in `<folder>/<name>.json`; what a cell failed with is kept as its "error"."""
+    """Finished cells, by name, in `<folder>/<name>.json`; a failed cell has its message as "error".
+
+    `resume` takes over cells of the same machine and torch; others are measured anew, and a line says so. The stamp
+    stays the file's until a cell is added, and lists the commits of all its cells.
+    """
 
     def __init__(self, folder: Path, name: str, *, resume: bool = False):
         self.path = folder / f"{name}.json"
-        self.stamp = stamp()
+        self.stamp = self._now = stamp()
         self.cells: dict[str, dict[str, Any]] = {}
         if resume and self.path.exists():
-            self.cells = json.loads(self.path.read_text())["cells"]
+            self._take_over(json.loads(self.path.read_text()))
+
+    def _take_over(self, saved: dict[str, Any]) -> None:
+        theirs = saved["stamp"]
+        other = [key for key in _SAME if theirs.get(key) != self._now.get(key)]
+        if other:
+            print(
+                f"{len(saved['cells'])} cells of {self.path} are not taken over: they have another {', '.join(other)}"
+            )
+            return
+        self.cells, self.stamp = saved["cells"], theirs
+        commits = [*theirs["commit"].split(", "), self._now["commit"]]
+        self._now["commit"] = ", ".join(dict.fromkeys(commits))
 
     def put(self, name: str, numbers: dict[str, Any]) -> None:
-        self.cells[name] = numbers
+        self.cells[name], self.stamp = numbers, self._now
         self.path.parent.mkdir(parents=True, exist_ok=True)
         made = self.path.with_suffix(".partial")
         made.write_text(json.dumps({"stamp": self.stamp, "cells": self.cells}, indent=1) + "\n")
         made.replace(self.path)
+
+
+def finished(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """The cells of a file, wherever they were measured; none if there is no file."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["cells"] if path.exists() else {}
 
 
 def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.inf) -> None:
@@ -56,7 +82,8 @@ def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.
         until: of `time.monotonic()`; cells whose turn comes later are left for another run.
     """
     waiting = {name: call for name, call in cells.items() if name not in store.cells}
-    done = len(cells) - len(waiting)
+    already = done = len(cells) - len(waiting)
+    start = time.perf_counter()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(_run, name, call, until) for name, call in waiting.items()]
         try:
@@ -67,7 +94,11 @@ def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.
                 store.put(name, numbers)
                 done += 1
                 failed = f"  {numbers['error']}" if "error" in numbers else ""
-                print(f"[{done}/{len(cells)}] {name} ({seconds:.0f} s){failed}", flush=True)
+                pace = (time.perf_counter() - start) / (done - already)
+                remaining = _duration(pace * (len(cells) - done))
+                print(
+                    f"[{done}/{len(cells)}] {name} ({seconds:.0f} s){failed}{remaining}", flush=True
+                )
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             print(
@@ -76,6 +107,14 @@ def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.
             sys.exit(130)
     if done < len(cells):
         print(f"{len(cells) - done} cells are left for want of time; --resume goes on from there")
+
+
+def _duration(seconds: float) -> str:
+    """What remains, roughly; nothing at the end."""
+    if not seconds:
+        return ""
+    text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f", about {text} to go"
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Peaks of the seeds' loss under the backend, measured by torch's allocator events, against the bounds that we promise.
+"""Peaks of slime's policy loss under the backend, by torch's allocator events, against the promised bounds.
 
 `make bench` measures the same at a large size, under inductor, and in fresh processes. Here graphs are interpreted
 (`inner="aot_eager"`), which allocates the same [N, V] tensors and needs no compiler.

@@ -16,7 +16,7 @@ from bench.cases.peers import PEERS
 from bench.cases.row_losses import LOSSES
 from bench.commands import loss, memory, readme, speed, speed_losses, stand_in
 from bench.measure import cells
-from bench.measure.cells import Store, run_cells, write_table
+from bench.measure.cells import Store, finished, run_cells, write_table
 from bench.measure.measure import CellFailed, Step
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,46 @@ def test_finished_cells_stay(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "some.json").read_text())
     assert list(saved["cells"]) == ["one", "two", "three"]
     assert saved["stamp"]["torch"] == importlib.metadata.version("torch")
+
+
+@pytest.mark.parametrize("key", ["device", "torch", "threads"])
+def test_cells_of_another_machine_are_not_taken_over(
+    tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path, "some")
+    store.stamp[key] = "another"
+    store.put("one", {"n": 1})
+    again = Store(tmp_path, "some", resume=True)
+    assert not again.cells
+    assert again.stamp[key] != "another"
+    assert f"they have another {key}" in capsys.readouterr().out
+    assert finished(tmp_path, "some") == {"one": {"n": 1}}
+    assert finished(tmp_path, "none") == {}
+
+
+def test_a_resumed_table_has_the_stamp_of_its_cells(tmp_path: Path) -> None:
+    """Also where nothing was left to do: it is not today's, and has not this commit."""
+    store = Store(tmp_path, "some")
+    store.stamp.update(commit="1234567", date="2001-02-03")
+    store.put("one", {"n": 1})
+    again = Store(tmp_path, "some", resume=True)
+    assert (again.stamp["commit"], again.stamp["date"]) == ("1234567", "2001-02-03")
+    again.put("two", {"n": 2})
+    first, second = again.stamp["commit"].split(", ")
+    assert first == "1234567"
+    assert second == cells.stamp()["commit"]
+    assert again.stamp["date"] != "2001-02-03"
+
+
+def test_the_short_table_is_a_part_of_the_whole_one() -> None:
+    for variant in loss.SHORT.variants:
+        assert set(loss.SHORT.ways_of(variant)) <= set(loss.WHOLE.ways_of(variant))
+    assert set(loss.SHORT.dtypes) <= set(loss.WHOLE.dtypes)
+
+
+def test_headline_of_readme(tmp_path: Path) -> None:
+    assert readme._headline(tmp_path) == "Not measured yet.\n"
+    assert readme._headline(cells.RESULTS) in (ROOT / "README.md").read_text()
 
 
 def test_cells_are_left_when_time_is_up(tmp_path: Path) -> None:
@@ -125,7 +165,7 @@ def test_tables_of_the_stand_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ways_of_a_variant(variant: str) -> None:
-    assert {"eager", "aot_eager", "inductor", "slime_fused"} <= set(loss.ways_of(variant))
+    assert {"eager", "aot_eager", "inductor", "slime_fused"} <= set(loss.WHOLE.ways_of(variant))
 
 
 def test_a_missing_peer_is_a_row_that_says_so(tmp_path: Path) -> None:

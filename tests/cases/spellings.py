@@ -1332,7 +1332,7 @@ def sharded_cross_entropy_one_reduction(logits: Tensor, target: Tensor) -> Outpu
 
 
 @spelling(
-    "sharded cross entropy", "whole loss", collectives=True, notes="slime's loss of the seeds' time"
+    "sharded cross entropy", "whole loss", collectives=True, notes="slime's loss as of slime#2011"
 )
 def clones_sharded_log_prob_and_entropy(
     logits: Tensor, target: Tensor, drift: Tensor, advantages: Tensor

@@ -1,4 +1,4 @@
-"""slime's loss of the seeds' time over the real megatron-core, in a gloo group of one process.
+"""slime's loss as of slime#2011 over the real megatron-core, in a gloo group of one process.
 
 Log-prob: clone, then Megatron's fused cross entropy. Entropy: clone, then an autograd.Function that works in place.
 Skipped where megatron-core is not installed (extra `megatron`).
