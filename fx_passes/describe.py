@@ -55,14 +55,13 @@ def gradients_that_come_in(walk: Walk) -> Iterator[str]:
         tangents = what_comes_in(leaving.form)
         if any(is_of_changed_input(each) for each in tangents):
             yield (
-                "the function changes these logits in place and the caller may go on with them, so a gradient for them "
-                "may come in, as large as they are; compute new ones (`logits / t`, not `logits.div_(t)`), and none is "
-                "made"
+                "the function changes these logits in place and the caller may use them later, so backward may get "
+                "a gradient of their size; compute new ones (`logits / t`, not `logits.div_(t)`) to avoid it"
             )
         elif tangents:
             yield (
-                "the logits are an output of the compiled function, so a gradient for them may come in, as large as "
-                "they are; return them detached, or not at all, and none is made"
+                "the logits are an output of the compiled function, so backward may get a gradient of "
+                "their size; return them detached, or not at all, to avoid it"
             )
 
 
@@ -79,7 +78,7 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
     for user in (u for n in never if roots and looks_wide(n, roots) for u in n.users):
         if user not in never:
             reason = (
-                "the function changes these logits in place, and backward would read them changed"
+                "the function changes these logits in place, and backward would read the new values"
             )
             result.setdefault(user, _rejection(reason, user))
     return result

@@ -135,7 +135,7 @@ def inplace(
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
-                raise _Refused("CUDA graphs are recorded, in which nothing is decided at run time")
+                raise _Refused("CUDA graphs are recorded, and nothing can be decided at run time")
         except _Refused as refused:
             reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
@@ -370,7 +370,7 @@ def _anyone(owner: Node, x: Node) -> Owner:
     if owner.meta.get(_INPUT) == _CHANGED:
         raise _Refused(f"the logits are an input and {_CHANGED}")
     if owner is not x:
-        raise _Refused("only a view of the logits is used, whose holders cannot be counted")
+        raise _Refused("only a view of the logits is used, and its references cannot be counted")
     return "anyone"
 
 
@@ -378,16 +378,16 @@ def _check_consumed(owner: Node, x: Node, consume_logits: bool) -> None:
     """The caller's own, with permission."""
     reason = owner.meta.get(_INPUT)
     if reason is None:
-        raise _Refused("the saved logits alias a value that the caller can see")
+        raise _Refused("the saved logits alias a value the caller can see")
     if not consume_logits:
         raise _Refused(
             "the logits are an input of the compiled function; "
-            "options={'consume_logits': True} lets the gradient take their place"
+            "options={'consume_logits': True} lets the gradient overwrite them"
         )
     if reason:
         raise _Refused(f"the logits are an input and {reason}")
     if owner is not x:
-        raise _Refused("only a view of the caller's logits is used, which autograd could not watch")
+        raise _Refused("only a view of the caller's logits is used, and autograd does not check it")
 
 
 def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:

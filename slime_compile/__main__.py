@@ -1,4 +1,4 @@
-"""`python -m slime_compile doctor | explain FILE.py:FUNCTION`; `--help` after each says more."""
+"""Check this machine, or show what the backend fuses in a function. Each command has its own `--help`."""
 
 import argparse
 import sys
@@ -9,16 +9,18 @@ from slime_compile.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 1 where the doctor found something that must be mended.
+    """The exit status: 0, or 1 if the doctor found a problem.
 
     Raises:
-        SystemExit: 2, where what was given cannot be used.
+        SystemExit: 2, if the arguments are unusable.
     """
     parser = argparse.ArgumentParser(prog="python -m slime_compile", description=__doc__)
     parser.add_argument("--version", action="version", version=f"slime_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="is this machine ready? paste its output into issues")
-    explaining = commands.add_parser("explain", help="what would be fused, as a dry run")
+    commands.add_parser("doctor", help="check this machine; include the output in bug reports")
+    explaining = commands.add_parser(
+        "explain", help="a dry run: the report of a function, without computing anything"
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] != ["explain"]:
         parser.parse_args(given)

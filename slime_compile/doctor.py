@@ -63,7 +63,7 @@ def doctor(write: Callable[[str], None] = print) -> int:
         findings.append(finding)
         write(str(finding))
     failed = sum(each.status == "FAIL" for each in findings)
-    write(f"\n{failed} to be mended" if failed else "\nready")
+    write(f"\n{failed} to fix" if failed else "\nready")
     return int(failed > 0)
 
 
@@ -89,7 +89,7 @@ def _environment() -> Iterator[Finding]:
             yield Finding("FAIL", name, f"is {os.environ[name]}: torch.compile does nothing")
     capability = os.environ.get("ATEN_CPU_CAPABILITY")
     if capability and "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        told = "inductor's cache does not ask for which instructions a kernel was written, and another's may crash"
+        told = "inductor's cache ignores a kernel's instruction set, and a kernel of another set may crash"
         remedy = "set TORCHINDUCTOR_CACHE_DIR to a folder of its own"
         yield Finding("note", "cpu capability", f"{capability}: {told}; {remedy}")
     shown = [n for n in sorted(os.environ) if n.startswith(_ENVIRONMENT)]
@@ -120,9 +120,7 @@ def _version(package: str) -> Iterator[Finding]:
             yield Finding("FAIL", package, f"must be at least {'.'.join(map(str, OLDEST))}")
         elif numbers > NEWEST:
             newest = ".".join(map(str, NEWEST))
-            yield Finding(
-                "note", package, f"is newer than what the tests have passed on ({newest})"
-            )
+            yield Finding("note", package, f"is newer than the tested versions ({newest})")
 
 
 def _entry_point() -> Iterator[Finding]:
@@ -260,7 +258,7 @@ def _operators(device: str) -> Iterator[Finding]:
         # sums are in float32 whatever the dtype; a gradient is rounded to it once
         limit = 1e-5 + torch.finfo(dtype).eps
         status: Status = "ok" if error <= limit else "FAIL"
-        text = f"{short}: largest relative error {error:.1e}, at most {limit:.1e} is right"
+        text = f"{short}: largest relative error {error:.1e} (limit {limit:.1e})"
         yield Finding(status, f"{device} operators", text)
 
 

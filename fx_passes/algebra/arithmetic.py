@@ -28,16 +28,14 @@ class TwoLogits(Refused):
 
 def only_known(*forms: Form) -> None:
     if any(form.others for form in forms):
-        raise Refused("a value that is not made from the logits is in it")
+        raise Refused("it contains a value not computed from the logits")
 
 
 def only_everywhere(*forms: Form) -> None:
     if any(form.clamped for form in forms):
-        raise Refused("a clamped value may be at its lowest number there, which is not -inf")
+        raise Refused("a clamped value may be at its lowest number there instead of -inf")
     if any(form.beside is not None for form in forms):
-        raise Refused(
-            "a value that is another where a softmax is zero meets more than that softmax"
-        )
+        raise Refused("a value valid only at a non-zero softmax meets more than that softmax")
 
 
 def is_infinite(form: Form) -> bool:

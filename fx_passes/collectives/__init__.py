@@ -112,7 +112,7 @@ def _merge_group(
         return plan.notes
     if plan.cost() * ranks > MAX_NODES:
         return [
-            f"{len(plan.members)} all-reduces are left apart: {plan.cost()} operations for each of {ranks} ranks "
+            f"{len(plan.members)} all-reduces are not merged: {plan.cost()} operations for each of {ranks} ranks "
             f"are more than {MAX_NODES}"
         ]
     emitter = Emitter(graph, fake_mode)

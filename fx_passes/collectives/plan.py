@@ -117,7 +117,7 @@ class Plan:
         while True:
             inner = [a for a in node.all_input_nodes if self.kinds[a] is Kind.STUCK]
             if not inner:
-                return f"what another rank has at {node.target} ({source_of(node)}) is not known to this one"
+                return f"another rank's value at {node.target} ({source_of(node)}) cannot be computed on this rank"
             node = inner[0]
 
     def _kind(self, node: Node) -> Kind:

@@ -85,14 +85,14 @@ class Chunked:
         where = f" at {self.source}" if self.source else ""
         capped = "" if self.softcap is None else f", with a softcap of {self.softcap:g},"
         if self.piece:
-            return f"the logits {shape}{where}{capped} are a piece of all: made again in backward, not kept"
-        said = f"the logits {shape}{where}{capped} are never whole: chunks of {_by(self.forward)}"
+            return f"the logits {shape}{where}{capped} are a piece of all rows: recomputed in backward, not saved"
+        said = f"the logits {shape}{where}{capped} are never materialised in full: chunks of {_by(self.forward)}"
         if self.backward is None:
             return said
         if not self.waits:
-            return f"{said}, whose gradient is taken in forward"
+            return f"{said}, with the gradient computed in forward"
         again = f" and {_by(self.backward)} in backward" if self.backward != self.forward else ""
-        return f"{said}{again}; the gradient is taken in backward: {self.waits}"
+        return f"{said}{again}; the gradient is computed in backward: {self.waits}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,34 +244,34 @@ def _emit(
 
 def _single(products: dict[Node, Products]) -> tuple[Node, Products]:
     if len(products) != 1:
-        raise NotInForward("the program makes several gradients of these logits")
+        raise NotInForward("the function computes several gradients of these logits")
     return next(iter(products.items()))
 
 
 def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConfig) -> None:
     """Chunks of rows need a sum for the weight, which half precision keeps in float32 beside the gradient."""
     if config.in_forward == "never":
-        raise NotInForward("the option says so")
+        raise NotInForward("option grad_in_forward is never")
     if head.dtype == torch.float16:
         raise NotInForward("float16 has no room for a gradient before the loss is scaled")
     if "recompute" in head.root.meta:
-        raise NotInForward("the program wants it made again in backward (checkpoint)")
+        raise NotInForward("a checkpoint recomputes it in backward")
     total = byte_count(head.weight.base) * 2 if sizes.itemsize == 2 and products.wanted[1] else 0
     if config.in_forward == "auto" and total > sizes.bytes // SHARE:
         mib = total / 2**20
-        raise NotInForward(f"that would keep a sum of {mib:,.0f} MiB, more than a chunk may have")
+        raise NotInForward(f"its sum would take {mib:,.0f} MiB, more than a chunk may")
 
 
 def _check_unchanged(head: Head, changed: set[Node]) -> None:
     """Backward makes the logits again, after what forward has written over inputs; so may forward, which is moved."""
     if changed.intersection((head.hidden.base, head.weight.base, head.bias)):
-        reason = "the function changes in place what makes the logits, which may be read when it is changed"
+        reason = "the function changes an input of the logits in place, and they may be read after the change"
         raise Refused(reason, head.root)
 
 
 def _products(grad: Node, head: Head, derivative: set[Node], emit: Emitter) -> Products:
     if origin_of(grad.args[0]) is not head.root:  # type: ignore[arg-type]
-        raise Refused("the gradient of some rows of the logits is made alone", grad)
+        raise Refused("the gradient of some rows of the logits is computed separately", grad)
     return products_of(grad, head, derivative, emit)
 
 
@@ -283,7 +283,7 @@ def _made_otherwise(graph: Graph, products: list[Node], chunk_bytes: int) -> lis
         origin = rows_of(node.args[0])
         if origin not in made or sizes_of(origin, chunk_bytes).whole:
             continue
-        reason = f"the logits come out of {origin.target}, not of a matmul, so they are made whole"
+        reason = f"the logits come from {origin.target}, not from a matmul, so they are materialised in full"
         found[origin] = Rejection(reason, str(origin.target), source_of(origin))
     return list(found.values())
 

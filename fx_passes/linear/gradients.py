@@ -80,7 +80,7 @@ def _told(grad: Node, user: Node) -> str:
     made = "the gradient of the logits" if is_backward(grad) else "a softmax of the logits"
     where = source_of(user)
     what = "returned" if user.op == "output" else f"read by {user.target}"
-    return f"{made} is {what}{f' at {where}' if where else ''}, so it is made whole"
+    return f"{made} is {what}{f' at {where}' if where else ''}, so it is materialised in full"
 
 
 def _is_view(user: Node, head: Head) -> bool:

@@ -93,7 +93,7 @@ def _why_not_kept(node: Node, late: set[Node]) -> str:
     if not late.issuperset(gradients):
         return "their gradient is made where they are, and they are kept no longer"
     if "recompute" in node.meta:
-        return "the program has them made again in backward (checkpoint)"
+        return "a checkpoint recomputes them in backward"
     return ""
 
 

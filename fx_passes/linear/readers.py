@@ -95,9 +95,9 @@ def readers_of(root: Node, capped: bool) -> Readers:
 
 def _told(user: Node) -> str:
     if user.op == "output":
-        return "the logits are returned, so they are made whole"
+        return "the logits are returned, so they are materialised in full"
     where = source_of(user)
-    return f"the logits are read by {user.target}{f' at {where}' if where else ''}, so they are made whole"
+    return f"the logits are read by {user.target}{f' at {where}' if where else ''}, so they are materialised in full"
 
 
 def _sort(found: Readers, user: Node, wide: Node, capped: bool) -> bool:

@@ -91,7 +91,7 @@ class _Wanted:
         for columns in self.picks:
             count = shape_of(columns.index)[1]
             if not isinstance(count, int):
-                raise NotInForward("the number of columns that are picked is symbolic")
+                raise NotInForward("the number of picked columns is symbolic")
             if columns.of_all_rows:
                 found.update(dict.fromkeys((n for n, _ in columns.taken), (start, start + count)))
             start += count
@@ -242,7 +242,7 @@ class Rewrite:
         kept = ancestors(n for n in returned if not is_backward(n))
         if any(is_collective(node) and node not in kept for node in ancestors([made])):
             raise NotInForward(
-                "it needs a collective of backward, which other ranks may not run in forward"
+                "it needs a collective of backward; other ranks may not run it in forward"
             )
 
     def _tag(self, made: Node, backward: bool) -> None:
@@ -388,9 +388,7 @@ class Rewrite:
             assert isinstance(wide, Node), node
             found = self._size(wide, dim)
             if not isinstance(found, Node):
-                raise Refused(
-                    "a size of the logits is needed that nothing else in the graph gives", node
-                )
+                raise Refused("a needed size of the logits appears nowhere else in the graph", node)
             self.replacements[node] = found
 
     def _size(self, wide: Node, dim: Any) -> Any:

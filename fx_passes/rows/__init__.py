@@ -100,7 +100,7 @@ class Looped:
         return (
             f"{when} runs in {self.chunks} chunks of rows{where}: "
             f"of {self.values} full-vocabulary values one chunk exists at a time"
-            f"{f'; the gradient is taken in backward: {self.waits}' if self.waits else ''}"
+            f"{f'; the gradient is computed in backward: {self.waits}' if self.waits else ''}"
         )
 
 
@@ -228,7 +228,7 @@ def _planned(graph: Graph, region: Region, config: RowsConfig) -> _Plan:
             raise NotInForward("it needs sums over all rows of the loss")
         limit = _sizes_of(late[0], region, config).bytes // SHARE
         if config.in_forward == "auto" and kept_bytes(region, late) > limit:
-            raise NotInForward("that would keep sums larger than a chunk may be")
+            raise NotInForward("its sums would be larger than a chunk may")
     except NotInForward as reason:
         return _Plan(loops, None, str(reason))
     return _Plan(early, tangent)

@@ -72,7 +72,7 @@ def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
             degrees.enter(node)
     if any(is_collective(n) and is_backward(n) for n in above):
         raise NotInForward(
-            "it needs a collective of backward, which other ranks may not run in forward"
+            "it needs a collective of backward; other ranks may not run it in forward"
         )
     return reached[0]
 
@@ -85,7 +85,7 @@ def _check_kept(region: Region, results: Iterable[Node]) -> None:
         if value(node).dtype == torch.float16:
             raise NotInForward("float16 has no room for a gradient before the loss is scaled")
     if any("recompute" in node.meta for node in region.steps):
-        raise NotInForward("the program wants it made again in backward (checkpoint)")
+        raise NotInForward("a checkpoint recomputes it in backward")
 
 
 def kept_bytes(region: Region, loops: Iterable[Loop]) -> int:

@@ -22,7 +22,9 @@ def form_beside(c: Context, operand: Operand, like: Form) -> Form:
         return mask_form(c, operand)
     if isinstance(operand, Form):
         if len(operand.shape) != len(like.shape):
-            raise Refused("an operand varies over the vocabulary and is not made from the logits")
+            raise Refused(
+                "an operand varies over the vocabulary and is not computed from the logits"
+            )
         return operand
     return Form(like.shape, like.vdim, e=c.operand(operand, like))
 

@@ -113,18 +113,14 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
     if summed and any(map(_may_cancel, operands)):
         raise Refused("a sum of what is known and what is not meets more, and may cancel first")
     if summed and value(node).dtype.itemsize < torch.float32.itemsize and _may_cancel(result):
-        raise Refused("half precision adds what is known to what is not, and rounds both first")
+        raise Refused("half precision rounds a fused and an unfused operand before adding them")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
-        raise Refused(
-            "a number per row cancels there, and with it NaN and infinities, which would be lost"
-        )
+        raise Refused("a number per row cancels there, and its NaN and infinities would be lost")
     if is_backward(node) or result.exps or all(form.is_row for form in operands):
         return result
     told = any(c.statistics.any_in(form.e) for form in operands)
     if result.is_row or (told and not c.statistics.any_in(result.e)):
-        raise Refused(
-            "the logits cancel there, and with them NaN and infinities, which would be lost"
-        )
+        raise Refused("the logits cancel there, and their NaN and infinities would be lost")
     return result
 
 
@@ -296,7 +292,7 @@ def power(c: Context, node: Node, operand: Operand, exponent: Operand) -> Result
 def _inverse(c: Context, poly: Poly, form: Form) -> Poly:
     inverse = poly.inverse()
     if poly.is_zero or poly.exceeds(sys.float_info.max):
-        raise Refused("a division by zero, or by what is not finite")
+        raise Refused("a division by zero, infinity or NaN")
     if inverse is None:
         inverse = Poly.atom(_emitted(c, poly, form)).inverse()
     assert inverse is not None
@@ -432,7 +428,7 @@ def log(c: Context, node: Node, operand: Operand) -> Result:
     if number is not None and not number > 0:
         raise Refused("log of a negative multiple of a softmax")
     if c.rows.is_placed(term.a):
-        raise Refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
+        raise Refused("log of a masked softmax: -inf there for all logits")
     return form.with_(exps=(), f=term.scale, e=_log_of_row(c, form, term.a) - term.shift)
 
 

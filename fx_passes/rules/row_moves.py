@@ -38,7 +38,7 @@ def row_form(operand: Operand) -> Form:
         return operand
     if isinstance(operand, Mask):
         raise Refused("rows of a full-vocabulary mask are moved")
-    raise Refused("full-vocabulary rows meet a value that no logits are in, or that is not known")
+    raise Refused("full-vocabulary rows meet a value without logits, or an unsupported one")
 
 
 def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: Move) -> Form:
@@ -283,7 +283,7 @@ def sym_size(c: Context, node: Node, operand: Operand, dim: int) -> Result:
     """A size; read from the logits, so that it keeps no full-vocabulary value."""
     form = row_form(operand)
     if form.x is None:
-        raise Refused("a size of a value that no logits are in")
+        raise Refused("a size of a value without logits")
     size = c.emitter.size(form.x, dim % len(form.shape))
     return Instead(size) if isinstance(size, Node) else None
 
@@ -342,7 +342,7 @@ def roll(c: Context, form: Form, indices: Sequence[Operand]) -> Form:
     """index with `fmod(iota + k, n)` in one leading dimension: a roll by -k."""
     (dim,) = (dim for dim, index in enumerate(indices) if index is not None)
     if dim == form.vdim:
-        raise Refused("columns are picked by an index that is the same for all rows")
+        raise Refused("one index picks the same columns for all rows")
     size = form.shape[dim]
     shift = rolled_by(indices[dim], size)
     if shift is None or not isinstance(size, int) or not size:

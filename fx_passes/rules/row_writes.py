@@ -92,7 +92,7 @@ def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key
     """The value that the pieces are all of, and the step that took each."""
     steps = [c.roots.steps[piece.x] for piece in pieces if piece.x in c.roots.steps]
     if len(steps) < len(pieces) or any(step.parent is not steps[0].parent for step in steps):
-        raise Refused("values that are not the pieces of one value are joined")
+        raise Refused("the joined values are not the pieces of one value")
     at: object = 0
     kind = steps[0].key[0]
     for step in steps:
@@ -103,7 +103,7 @@ def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key
     parent = steps[0].parent
     all_taken = at == END or same(at, shape_of(parent)[dim])
     if not all_taken or (kind == "select" and dim != 0):
-        raise Refused("pieces that are not all of a value are joined")
+        raise Refused("the joined pieces are only a part of a value")
     return Form(shape_of(parent), steps[0].vdim, parent), [step.key for step in steps]
 
 

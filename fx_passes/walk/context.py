@@ -42,7 +42,9 @@ from fx_passes.walk.statistics import Statistics, Stats, compute_dtype, dtype_of
 aten = torch.ops.aten
 
 
-MADE_OF_LOGITS = "an operand varies over the vocabulary and is made of logits by what is not known"
+MADE_OF_LOGITS = (
+    "an operand varies over the vocabulary and comes from logits by an unsupported operator"
+)
 
 
 class Context:
@@ -137,7 +139,7 @@ class Context:
                 raise Refused(
                     MADE_OF_LOGITS
                     if arg in self.rows.of_logits
-                    else "an operand varies over the vocabulary and is not made from the logits"
+                    else "an operand varies over the vocabulary and is not computed from the logits"
                 )
         return poly
 

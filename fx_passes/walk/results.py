@@ -89,7 +89,7 @@ def as_form(operand: Operand) -> Form:
         return operand
     if isinstance(operand, Mask):
         raise Refused("a full-vocabulary mask is used in arithmetic")
-    raise Refused("full-vocabulary rows meet a value that no logits are in, or that is not known")
+    raise Refused("full-vocabulary rows meet a value without logits, or an unsupported one")
 
 
 def as_number(operand: Operand) -> float | None:

@@ -50,7 +50,7 @@ def _complete(error: RuntimeError) -> None:
         error.args = (
             f"{said}\nIf these are logits, or a view of them: {_OPTION} has let the gradient at {', '.join(lines)} be "
             "written over them, and another operation needs their values in backward. Compile without that option: "
-            "logits are then overwritten only where nobody else, autograd included, has them.",
+            "logits are then overwritten only if nothing else, autograd included, references them.",
         )
 
 

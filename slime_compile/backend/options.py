@@ -34,31 +34,30 @@ _SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "o
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked for.
+    """The options of one compiled function.
 
     Attributes:
-        inner: who compiles what is left: "inductor", or "aot_eager" (no code generation, graphs run as they are).
-        min_vocab: smallest last dimension that is taken for a vocabulary; of shards any is that ranks reduce over.
-        strict: raise an exception of a pass instead of compiling the graph without that pass.
-        verify: run each region before and after on random data at compile time and refuse on a mismatch.
-        save: what backward reads, "logits" or "softmax" (the buffer is kept and turned into the gradient).
-        consume_logits: whether the gradient is written over logits that the caller passed in (never over a leaf):
-            "auto", where nobody else can see them, which each backward finds out; True, whoever holds them; False.
-        merge_collectives: the ranks of a vocabulary-parallel loss exchange their row values by one all-gather.
-        check_ranks: compare at compile time what the ranks of every group will exchange; raise where it differs.
-        lm_head: logits that a matmul in the graph makes are made in chunks, and never whole.
-        by_rows: what works row by row on values as wide as a vocabulary, and is not fused, runs over one chunk of rows
-            after the other.
-        chunk_mib: MiB of a chunk of logits; 0 for an eighth of them, or up to a quarter where that is fewer than 512
-            rows; at least 32 MiB and at most 512 MiB.
-        grad_in_forward: whether the gradient of a scalar loss over such logits is taken in forward: "auto" where that
-            may be and keeps little, "always" where it may be, "never".
-        inline_below: on a CPU with vector instructions, inner="inductor": logits of fewer elements, all sizes known,
-            are left to inductor as the fused formulas, since a call of an operator takes longer; their gradient is new
-            memory. Not with consume_logits=True or save="softmax".
-        without: names of passes that do not run, separated by commas, to find the one at fault;
+        inner: the compiler after the passes: "inductor", or "aot_eager" (no code generation; graphs run as they are).
+        min_vocab: least number of columns of a vocabulary. Exception: shards reduced across ranks may be smaller.
+        strict: raise if a pass fails. Otherwise the graph is compiled without that pass.
+        verify: compare each region with its rewrite on random data at compile time; refuse the rewrite on a mismatch.
+        save: the tensor saved for backward: "logits", or "softmax" (its buffer becomes the gradient).
+        consume_logits: may the gradient overwrite logits passed in? "auto": if nothing else references them (checked
+            at each backward). True: always. False: never. A leaf is never overwritten.
+        merge_collectives: exchange the row values of a vocabulary-parallel loss by one all-gather.
+        check_ranks: compare the planned exchange of all ranks at compile time; raise if it differs.
+        lm_head: run a head's matmul and loss in chunks of rows, without materialising the full logits.
+        by_rows: run unfused work on vocabulary-sized tensors over chunks of rows, if each row is independent.
+        chunk_mib: MiB of a chunk of logits. 0: an eighth of the logits, or up to a quarter if an eighth is fewer than
+            512 rows; at least 32 MiB and at most 512 MiB.
+        grad_in_forward: compute the gradient of a scalar loss over a head in forward: "auto" if possible and cheap
+            in memory, "always" if possible, "never".
+        inline_below: CPU only. For logits with fewer elements, inductor compiles the formulas directly, because
+            an operator call would take longer. The gradient then has its own buffer. Needs static shapes and
+            inner="inductor"; ignored with consume_logits=True or save="softmax".
+        without: names of passes to switch off, separated by commas, to find the one at fault;
             `python -m slime_compile doctor` lists them.
-        inductor: inductor's own settings by their names (`inductor.<name>` keys).
+        inductor: inductor's own settings by name (`inductor.<name>` keys).
     """
 
     inner: Inner = "inductor"

@@ -109,7 +109,7 @@ def _check(name: str, head: nn.Module) -> None:
                 f"`head` must not be deferred already, got {name}; call remove() on the handle of the first time"
             )
         raise ValueError(
-            f"`head` must have its class's own forward, got {name}, whose forward somebody has replaced by "
+            f"`head` must have its class's own forward, got {name}, with its forward replaced by "
             f"{getattr(own, '__qualname__', own)!r} (accelerate's device hooks do); defer the logits before that is done"
         )
     if method_of(head) != column_parallel.METHOD and type(head).forward is not nn.Linear.forward:

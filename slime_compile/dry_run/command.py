@@ -1,8 +1,8 @@
 """`python -m slime_compile explain FILE.py:FUNCTION`: a dry run from the command line.
 
-The function's inputs come from the file, which defines `example_inputs()` (returns a tuple of arguments, or that and
-a dict of keyword arguments), or from `--inputs`: one word per argument, `dtype[sizes]`, "grad:" before what requires
-grad, `name=` before a keyword argument; any other word is a number or a word.
+The inputs come from `example_inputs()` in the file, which returns a tuple of arguments, or that tuple and a dict of
+keyword arguments. Or they come from `--inputs`, one word per argument: `dtype[sizes]` is a tensor, "grad:" before it
+makes it require grad, `name=` makes it a keyword argument; any other word is a number or a string.
 
     python -m slime_compile explain loss.py:loss_fn --inputs "grad:f32[205280,76032] i64[205280] temperature=0.7"
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='arguments, like "grad:f32[1024,32000] i64[1024]"; default: the file\'s example_inputs()',
     )
     parser.add_argument(
-        "--operators", action="store_true", help="what reaches the pass, not what it makes of it"
+        "--operators", action="store_true", help="list the operators reaching the passes instead"
     )
     parser.add_argument("--json", action="store_true", help="the report as one line of JSON")
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the backend; may be given several times",
+        help="an option of the backend; repeat it for several",
     )
 
 

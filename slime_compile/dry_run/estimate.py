@@ -177,7 +177,7 @@ def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
     found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     if not found and any(t.requires_grad for t in held):
         raise RuntimeError(
-            "fn must return what backward starts from, as tensors, or tuples, lists and dicts of them, since an argument "
+            "fn must return the tensors backward starts from, or tuples, lists and dicts of them, since an argument "
             f"or a parameter requires grad; it returned {type(outputs).__name__} without a tensor that requires grad. "
             "Return the loss, without calling backward; where forward alone is meant, call estimate_peak under torch.no_grad()"
         )

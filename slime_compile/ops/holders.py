@@ -107,10 +107,10 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
     return _more(seen, least)
 
 
-PYTHON = "Python holds them"
-MEMORY = "a view or an alias holds them"
+PYTHON = "Python references them"
+MEMORY = "a view or an alias references them"
 RETAINED = "the graph is retained, or compiled autograd runs it"
-UNCLEAR = "who holds them cannot be told: "
+UNCLEAR = "references to the logits cannot be counted: "
 """What a reason starts with where not the holders but the counting is at fault."""
 
 
@@ -149,8 +149,8 @@ def _more(seen: Counts, least: Counts) -> str:
     if "python" in holders:
         return PYTHON
     if holders:
-        return "autograd or other C++ code holds them"
-    return UNCLEAR + f"fewer references than a tensor of nobody's has ({seen}, {least})"
+        return "autograd or other C++ code references them"
+    return UNCLEAR + f"fewer references than an unreferenced tensor has ({seen}, {least})"
 
 
 # ---- the code that calls ------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _measure(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
     kinds = (_viewed, _made_as_view, _viewed) if of_view else (_logits, _plain, _logits)
     nobody = {_seen(call, made, _no_holder) for made in kinds}
     if len(nobody) != 1 or None in nobody:
-        return f"counts of a tensor that nobody holds differ ({nobody})"
+        return f"counts of an unreferenced tensor differ ({nobody})"
     least = nobody.pop()
     assert least is not None
     holds = (_variable, _view, _detached, _saved, _storage)
@@ -301,7 +301,7 @@ def _measure(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
         seen = _seen(call, kinds[0], hold)
         assert seen is not None
         if not any(s > n for s, n in zip(seen, least, strict=True)):
-            return f"{hold.__name__.strip('_')}: a holder is not seen ({seen})"
+            return f"{hold.__name__.strip('_')}: a reference is not seen ({seen})"
     return least
 
 

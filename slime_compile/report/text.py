@@ -22,7 +22,7 @@ def render(report: Fields) -> str:
     for name, calls in report["eager_calls"].items():
         lines += ["", f"eager code: {name}, {calls} call{'' if calls == 1 else 's'}"]
     lines += _frames("graph breaks", report["breaks"])
-    lines += _frames("left to Python, nothing there is compiled", report["python_frames"])
+    lines += _frames("running in Python, not compiled", report["python_frames"])
     lines += [f"note: {note}" for note in report["notes"]]
     return "\n".join(lines)
 
@@ -82,7 +82,7 @@ def _graph(graph: Fields) -> list[str]:
         lines.append(f"  gradient at {each['source'] or 'unknown line'}: {_placed(each)}")
     if graph["rejections"]:
         refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
-        lines += _indented(table(("left as it was, because", "node", "at"), refused))
+        lines += _indented(table(("not fused, because", "node", "at"), refused))
     if not (graph["has_vocabulary"] or graph["failed"] or graph["raised"]):
         lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
     return lines + [f"  note: {note}" for note in graph["notes"]]
@@ -99,14 +99,16 @@ def _placed(gradient: Fields) -> str:
     asks = gradient["owner"] == "anyone"
     if not calls:
         if asks:
-            return "written over the logits where nobody else holds them, which each backward finds out"
-        return "written over the logits" if gradient["in_place"] else f"not in place: {reason}"
+            return "reuses the logits' buffer if nothing else references them (checked at each backward)"
+        return "reuses the logits' buffer" if gradient["in_place"] else f"not in place: {reason}"
     counted = f"{over} of {calls} call{'' if calls == 1 else 's'}"
     if over == calls:
-        return "written over the logits" + (f", nobody else held them: {counted}" if asks else "")
+        return "reuses the logits' buffer" + (
+            f", nothing else referenced them: {counted}" if asks else ""
+        )
     if not over:
         return f"not in place, {counted}: {reason}"
-    return f"written over the logits in {counted}; otherwise: {reason}"
+    return f"reuses the logits' buffer in {counted}; otherwise: {reason}"
 
 
 def _frames(title: str, frames: Sequence[Fields]) -> list[str]:

@@ -164,20 +164,19 @@ class Report:
         in_place: bool | None = None,
         graph_breaks: int = 0,
     ) -> None:
-        """A line for your own CI: that the loss is fused, in one graph, with nothing left of the vocabulary's size.
+        """For CI: fails unless the loss is fused, in one graph, and stores no vocabulary-sized tensor.
 
         Args:
-            min_fused: fewest fused operators in all graphs; a function that eager code has called counts as one.
-            max_full_vocabulary: most full-vocabulary values that may be stored, the logits and their gradient aside;
-                logits of a matmul that are more than a chunk, and whole, count. What a graph that was refused would
-                still make is counted by its refusals.
-            in_place: whether every gradient is written over the logits, in every call so far where that is decided at
-                run time; None: it does not matter.
-            graph_breaks: most places where Dynamo may split the function.
+            min_fused: fewest fused operators in all graphs; a function called by eager code counts as one.
+            max_full_vocabulary: most stored full-vocabulary values. The logits and one gradient of them do not count.
+                Exception: materialised logits of a matmul count if they are larger than one chunk. A refused graph
+                counts its refusals.
+            in_place: must every gradient reuse the logits' buffer, in every call so far? None: not checked.
+            graph_breaks: most graph breaks.
 
         Raises:
-            AssertionError: what does not hold, and the whole report. Always so where a frame ran in Python, and where a
-                pass failed.
+            AssertionError: a requirement is not met; the message has the whole report. A frame running in Python and
+                a failed pass always raise.
 
         Example:
             >>> slime_compile.explain(loss_fn)(hidden, weight, tokens).assert_fused(in_place=True)
@@ -199,7 +198,7 @@ class Report:
         if len(self.breaks) > graph_breaks:
             yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
         if self.python_frames:
-            yield f"no frame left to Python, got {len(self.python_frames)}"
+            yield f"no frame running in Python, got {len(self.python_frames)}"
         yield from self._failures()
         if in_place is not None:
             placed = [p.in_place for g in self.graphs for p in g.placements]

@@ -129,7 +129,7 @@ def test_explain_at_production_sizes() -> None:
     (note,) = report["graphs"][0]["notes"]
     assert "the logits [205280, 76032] at " in note
     # 512 MiB: the capped values' gradient lies beside them
-    assert ", with a softcap of 3, are never whole: chunks of 1,755 x 76,032" in note
+    assert ", with a softcap of 3, are never materialised in full: chunks of 1,755 x 76,032" in note
     found = slime_compile.estimate_peak(capped, hidden, weight, target)
     gradients = 2 * (205_280 + 76_032) * 4096
     assert found.peak_bytes - found.inputs_bytes - gradients < 8 << 30
@@ -177,7 +177,10 @@ def test_compile_cache(tmp_path: Path, choice: str) -> None:
     assert sorted(cold["graphs"][0].pop("notes")) == sorted(warm["graphs"][0]["notes"])
     told = warm["graphs"][0].pop("notes")
     assert sum(note.startswith("rows computed: 32 of 64 ") for note in told) == 1
-    assert sum(", with a softcap of 30, are never whole: " in note for note in told) == 1
+    assert (
+        sum(", with a softcap of 30, are never materialised in full: " in note for note in told)
+        == 1
+    )
     assert cold == warm
     assert warm["fused"] == (2 if choice == "never" else 1)
 
@@ -204,7 +207,7 @@ def test_ranks_are_compared() -> None:
         assert torch.equal(mine, other)
     for report in (r.to_dict() for r in slime_compile.reports()[known:]):
         told = [note for graph in report["graphs"] for note in graph["notes"]]
-        assert any("are never whole" in note for note in told)
+        assert any("are never materialised in full" in note for note in told)
         assert any(note.startswith("rows computed: 100 of 250") for note in told)
 
 

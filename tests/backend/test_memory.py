@@ -67,7 +67,7 @@ def test_peak(variant: str, way: str, buffers: int, dtype: str, scratch_bytes: i
     bound = buffers * case.logits_bytes + scratch_bytes + ROWS * ROW_BYTES + matmul
     assert peak_bytes(case, way) <= bound
     if (variant, way) == ("given", WAYS[0]):
-        said = "written over the logits, nobody else held them: 2 of 2 calls"
+        said = "reuses the logits' buffer, nothing else referenced them: 2 of 2 calls"
         assert said in str(slime_compile.reports()[-1])
 
 

@@ -52,7 +52,7 @@ def test_the_report_counts(fn: Loss) -> None:
     """Last of the reports is `right`'s, or that of `fn`."""
     step(fn)
     said = "\n".join(str(report) for report in slime_compile.reports())
-    assert "written over the logits" in said
+    assert "reuses the logits' buffer" in said
 
 
 def test_a_holder_that_lets_go_is_none(fn: Loss) -> None:
@@ -229,7 +229,7 @@ def test_the_remedy_names_the_variable() -> None:
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
     said = placement.reason
     assert said.startswith(
-        "Python holds them (`outputs.logits` in test_the_remedy_names_the_variable ("
+        "Python references them (`outputs.logits` in test_the_remedy_names_the_variable ("
     )
     line = str(slime_compile.reports()[-1]).splitlines()[-1]
     assert f"not in place, 0 of 1 call: {said}" in line
@@ -257,10 +257,10 @@ def test_the_variable_is_of_the_latest_call_or_none_is_named() -> None:
         first = leaf() * 1
         said.append(reason_of(fn, [first]))
     assert ["`first`" in each for each in said] == [True, True, False, True]
-    assert said[2] == "Python holds them"
+    assert said[2] == "Python references them"
     del first
     beside = leaf() * 1
-    assert reason_of(fn, [beside]) == "Python holds them", "not the variable of call 4"
+    assert reason_of(fn, [beside]) == "Python references them", "not the variable of call 4"
     assert beside.shape == (ROWS, VOCAB)
 
 
@@ -282,7 +282,7 @@ def test_what_contains_the_logits(name: str) -> None:
     torch._dynamo.reset()
     scale = 2.0 + len(name)  # a graph of its own, whose first call this is
     said = reason_of(compiled(lambda x: log_probs(x) * scale, inner="aot_eager"), given)
-    assert said.startswith(f"Python holds them ({name}" if name else "Python holds them")
+    assert said.startswith(f"Python references them ({name}" if name else "Python references them")
     assert "closure" not in said
     assert kept is not None
 
@@ -306,7 +306,7 @@ def test_a_hook_that_closes_over_the_logits() -> None:
     out.register_hook(lambda grad: grad * logits.isfinite().all())
     out.backward(UPSTREAM)
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
-    assert placement.reason.startswith("Python holds them (`logits` in test_a_hook")
+    assert placement.reason.startswith("Python references them (`logits` in test_a_hook")
 
 
 def test_looking_for_a_name_never_fails_a_step(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_looking_for_a_name_never_fails_a_step(fn: Loss, monkeypatch: pytest.Mon
     monkeypatch.setattr(operators, "variables", fails)
     torch._dynamo.reset()
     again = compiled(lambda x: log_probs(x) * 4, inner="aot_eager")
-    assert reason_of(again, [kept := leaf() * 1]) == "Python holds them"
+    assert reason_of(again, [kept := leaf() * 1]) == "Python references them"
     assert kept.shape == (ROWS, VOCAB)
 
 
@@ -352,7 +352,7 @@ def test_looking_for_variables_leaves_no_trace() -> None:
 def test_no_clear_answer(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is overwritten, and one note says so."""
     for path in (holders._generated, *holders._paths.values()):
-        unclear = dict.fromkeys((False, True), "counts of a tensor that nobody holds differ")
+        unclear = dict.fromkeys((False, True), "counts of an unreferenced tensor differ")
         monkeypatch.setattr(path, "_least", unclear)
     torch._dynamo.reset()
     again = compiled(log_probs, inner="aot_eager")
@@ -361,7 +361,7 @@ def test_no_clear_answer(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     assert overwritten() == before
     (note,) = slime_compile.reports()[-1].graphs[0].notes
     assert note.startswith(
-        "consume_logits='auto' overwrites nothing here: who holds them cannot be told"
+        "consume_logits='auto' overwrites nothing here: references to the logits cannot be counted"
     )
 
 

@@ -349,7 +349,7 @@ def _scaled(model: Model) -> Model:
         (lambda m: (m.body,), ValueError, "must have get_output_embeddings() or a module lm_head or output_layer"),
         (lambda m: (m, "embedding"), ValueError, "torch.nn.modules.sparse.Embedding, which has a forward of its own"),
         (lambda m: (_scaled(m),), ValueError, "use slime_compile.linear_log_probs_and_entropy"),
-        (lambda m: (_replaced(m),), ValueError, "whose forward somebody has replaced"),
+        (lambda m: (_replaced(m),), ValueError, "with its forward replaced"),
         (lambda m: (_deferred(m),), ValueError, "must not be deferred already, got lm_head; call remove()"),
     ],
 )  # fmt: skip

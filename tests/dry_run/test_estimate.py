@@ -97,7 +97,7 @@ def test_backward_is_not_skipped_without_a_word() -> None:
         return types.SimpleNamespace(loss=torch.nn.functional.cross_entropy(x, t))
 
     for loss in (backward_inside, hidden_in_an_object):
-        with pytest.raises(RuntimeError, match="fn must return what backward starts from"):
+        with pytest.raises(RuntimeError, match="fn must return the tensors backward starts from"):
             estimate_peak(loss, logits, target)
     with torch.no_grad():
         estimate_peak(hidden_in_an_object, logits, target)

@@ -461,6 +461,6 @@ def test_report_says_why_the_given_logits_are_not_what_is_kept() -> None:
     report = explain(divided_after, **harness.OPTIONS)(given, target)
     reasons = {r["reason"] for r in report.to_dict()["rejections"]}
     assert (
-        "the function changes these logits in place, and backward would read them changed"
+        "the function changes these logits in place, and backward would read the new values"
         in reasons
     )

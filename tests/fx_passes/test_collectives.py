@@ -232,7 +232,7 @@ def test_a_number_between_two_reductions() -> None:
     doubled = g.call(aten.mul.Tensor, g.reduced(g.max), 2.0)
     merged = g.merged(g.reduced(g.call(aten.add.Tensor, doubled, g.log_sum)))
     assert note(merged) == (
-        "the all-reduce at wait_tensor_default_1 stays: what another rank has at aten.mul.Tensor () is not known to this one"
+        "the all-reduce at wait_tensor_default_1 stays: another rank's value at aten.mul.Tensor () cannot be computed on this rank"
     )
 
 
@@ -267,7 +267,7 @@ def test_logits_are_not_gathered_for_a_column_of_them() -> None:
     beside = g.call(aten.sub.Tensor, g.call(aten.unsqueeze.default, first, 1), peak)
     merged = g.merged(g.reduced(g.call(aten.exp.default, beside)))
     assert note(merged) == (
-        "the all-reduce at wait_tensor_default_1 stays: what another rank has at aten.sub.Tensor () is not known to this one"
+        "the all-reduce at wait_tensor_default_1 stays: another rank's value at aten.sub.Tensor () cannot be computed on this rank"
     )
     assert (merged.before, merged.after) == (2, 2)
 
@@ -277,7 +277,7 @@ def test_too_much_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     g = Sharded()
     merged = g.merged(g.log_sum_exp())
     assert note(merged) == (
-        "2 all-reduces are left apart: 2 operations for each of 2 ranks are more than 3"
+        "2 all-reduces are not merged: 2 operations for each of 2 ranks are more than 3"
     )
     assert merged.after == 2
 

@@ -236,7 +236,7 @@ def test_two_saved_tensors_with_one_storage() -> None:
 def test_saved_logits_that_are_not_donated() -> None:
     b = Backward()
     reason = b.decide(b.gradient(), donated=False, consume=True).reason
-    assert reason == "the saved logits alias a value that the caller can see"
+    assert reason == "the saved logits alias a value the caller can see"
 
 
 # ---- the caller's own
@@ -253,7 +253,7 @@ def test_given_logits_are_consumed_where_allowed() -> None:
     assert consumed().in_place
     assert consumed(consume=False).reason == (
         "the logits are an input of the compiled function; "
-        "options={'consume_logits': True} lets the gradient take their place"
+        "options={'consume_logits': True} lets the gradient overwrite them"
     )
 
 
@@ -289,7 +289,7 @@ def test_a_view_of_given_logits() -> None:
     taken_back(b.s)
     view = b.s.call(aten.alias.default, b.x)
     reason = b.decide(b.gradient(view), donated=False, consume=True).reason
-    assert reason == "only a view of the caller's logits is used, which autograd could not watch"
+    assert reason == "only a view of the caller's logits is used, and autograd does not check it"
 
 
 def test_another_wide_input() -> None:
@@ -323,7 +323,7 @@ def test_holders_of_a_view_cannot_be_counted() -> None:
     b = Backward()
     view = b.s.call(aten.alias.default, b.x)
     reason = b.decide(b.gradient(view), donated=False, consume="auto").reason
-    assert reason == "only a view of the logits is used, whose holders cannot be counted"
+    assert reason == "only a view of the logits is used, and its references cannot be counted"
 
 
 def test_a_reader_without_a_result_cannot_be_waited_for() -> None:
@@ -343,6 +343,6 @@ def test_recorded_graphs_decide_nothing(consume: Consume) -> None:
     b.marked("")
     taken_back(b.s)
     reason = b.decide(b.gradient(), donated=False, consume=consume, recorded=True).reason
-    assert reason == "CUDA graphs are recorded, in which nothing is decided at run time"
+    assert reason == "CUDA graphs are recorded, and nothing can be decided at run time"
     kept = Backward()
     assert kept.decide(kept.gradient(), recorded=True).owner == ""

@@ -78,7 +78,7 @@ def test_head(row: Spelling, dtype: torch.dtype, graphs: list[Graph]) -> None:
     harness.compare(function, row, dtype, data=row.data)
     report = last_report()
     assert report["fused"] == row.fused, report["rejections"]
-    assert sum("are never whole" in note for note in notes(report)) == row.fused // 2
+    assert sum("are never materialised in full" in note for note in notes(report)) == row.fused // 2
     assert report["rejections"] == []
     assert not full_logits(graphs[-1])
 
@@ -150,7 +150,7 @@ def test_autocast() -> None:
     for one, other in zip(mine, eager, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-    assert "are never whole" in notes(last_report())[0]
+    assert "are never materialised in full" in notes(last_report())[0]
 
 
 def example(rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +172,10 @@ def test_report_has_the_chunks() -> None:
     report = last_report()
     (note,) = notes(report)
     assert note.startswith("the logits [8, 37] at ")
-    assert "are never whole: chunks of 2 x 37; the gradient is taken in backward: " in note
+    assert (
+        "are never materialised in full: chunks of 2 x 37; the gradient is computed in backward: "
+        in note
+    )
     assert report["saved_bytes_after"] == 0
     assert report["chunked_heads"] == 1
     # there are no logits that a gradient could be written beside
@@ -184,12 +187,12 @@ def test_report_has_the_softcap() -> None:
     compiled(row.fn)(*example(rows=8))
     (note,) = notes(last_report())
     # the gradient lies beside the capped logits: half as many rows
-    assert ", with a softcap of 2, are never whole: chunks of 1 x 37; " in note
+    assert ", with a softcap of 2, are never materialised in full: chunks of 1 x 37; " in note
 
 
 def test_verified() -> None:
     compiled(head_loss, verify=True)(*example())
-    assert "are never whole" in notes(last_report())[0]
+    assert "are never materialised in full" in notes(last_report())[0]
 
 
 # ---- what stays ---------------------------------------------------------------------------------------------------
@@ -263,13 +266,13 @@ def _rows_joined(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 
 REFUSED = [
     (_argmax, "the logits are read by aten.argmax.default at"),
-    (_returned, "the logits are returned, so they are made whole"),
-    (_bent, "the logits come out of aten.sin.default, not of a matmul"),
+    (_returned, "the logits are returned, so they are materialised in full"),
+    (_bent, "the logits come from aten.sin.default, not from a matmul"),
     (_read_before_the_softcap, "the logits are read before their softcap by aten.argmax.default"),
     (_capped_in_bfloat16, "the softcap rounds the logits to a narrower dtype"),
     (_capped_without_gradient, "the gradient of the logits is read by aten.permute.default"),
     (_matrix_added, "what is added to the matmul is not one number per column"),
-    (_rows_joined, "the gradient of some rows of the logits is made alone"),
+    (_rows_joined, "the gradient of some rows of the logits is computed separately"),
     (_batched, "a batch of matrices is multiplied"),
 ]
 
@@ -307,7 +310,9 @@ def test_hidden_that_the_function_changes() -> None:
         results.append(torch.autograd.grad(found[0].sum() + found[1].sum(), bias)[0])
     torch.testing.assert_close(*results)
     found = [r["reason"] for r in last_report()["rejections"]]
-    assert any(each.startswith("the function changes in place") for each in found), found
+    assert any(
+        each.startswith("the function changes an input of the logits in place") for each in found
+    ), found
 
 
 def test_hidden_that_the_function_changes_without_gradient() -> None:

@@ -212,7 +212,7 @@ def test_in_forward(fn: Loss, shape: str, dtype: torch.dtype, graphs: list[Graph
     harness.prepare(row)
     harness.compare(always(fn, dtype.itemsize), row, dtype, data=row.data)
     (note,) = notes(last_report())
-    assert note.endswith("whose gradient is taken in forward"), note
+    assert note.endswith("with the gradient computed in forward"), note
     assert not full_logits(graphs[-1])
     (made,) = graphs[-1].find_nodes(op="call_function", target=linear.linear_row_both)
     assert "partitioner_tag" not in made.meta
@@ -221,7 +221,7 @@ def test_in_forward(fn: Loss, shape: str, dtype: torch.dtype, graphs: list[Graph
 def test_float64() -> None:
     row = row_of(policy)
     harness.compare(always(policy, 8), row, torch.float64, data=row.data)
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_any_number_of_rows(fn: Loss, graphs: list[Graph]) -> None:
     made = len(graphs)
     harness.compare(function, row, torch.float32, data=row.data, draws=2, rows=harness.ROWS + 4)
     assert len(graphs) == made
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
 
 
 @pytest.mark.parametrize("kernels", ["C++", "torch calls"])
@@ -256,7 +256,7 @@ def test_rows_of_one(rows: tuple[int, ...], kernels: str, monkeypatch: pytest.Mo
         torch.autograd.grad(each(*given, at), given)
         for each in (always(fn), torch.compiler.disable(fn))
     )
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
     for mine, plain in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
@@ -275,7 +275,7 @@ def test_as_many_columns_as_rows() -> None:
         torch.autograd.grad(each(hidden, weight, columns), (hidden, weight))
         for each in (always(fn, chunk_mib=4 * VOCAB), torch.compiler.disable(fn))
     )
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
     for mine, plain in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
@@ -284,13 +284,13 @@ def test_under_inductor() -> None:
     row = row_of(policy)
     harness.prepare(row)
     harness.compare(always(policy, inner="inductor"), row, torch.float32, data=row.data, draws=2)
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
 
 
 def test_verified() -> None:
     hidden, weight, target = example()
     always(cross_entropy, verify=True)(hidden, weight, target)
-    assert "taken in forward" in notes(last_report())[0]
+    assert "computed in forward" in notes(last_report())[0]
 
 
 @pytest.mark.parametrize("factor", [0.0, -3.0])
@@ -470,7 +470,7 @@ WAIT = [
     (_ratio_of_a_sequence, "a coefficient depends on other rows: aten."),
     (_columns_of_another_row, "a coefficient depends on other rows: aten."),
     (_normalised, "a coefficient depends on other rows: aten."),
-    (_checkpointed, "the program wants it made again in backward"),
+    (_checkpointed, "a checkpoint recomputes it in backward"),
     (_some_rows, "a coefficient depends on other rows: aten."),
     (_ranked, "a coefficient depends on other rows: aten."),
 ]
@@ -498,7 +498,7 @@ def test_columns_of_some_samples() -> None:
 
 @pytest.mark.parametrize("weights", IN_ORDER.values(), ids=IN_ORDER)
 def test_samples_that_are_put_together(weights: Weights) -> None:
-    assert "taken in forward" in compared(_weighted(weights))
+    assert "computed in forward" in compared(_weighted(weights))
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -509,7 +509,7 @@ def test_what_is_not_linear_in_the_gradient_waits(change: Callable[[Tensor], Ten
 def waits(fn: Loss, reason: str) -> None:
     """The reason is in the report, and the gradient is right."""
     note = compared(fn)
-    assert "the gradient is taken in backward: " in note
+    assert "the gradient is computed in backward: " in note
     assert reason in note
 
 
@@ -536,10 +536,10 @@ def test_float16_waits() -> None:
 @pytest.mark.parametrize(
     ("mode", "dtype", "said"),
     [
-        ("auto", torch.float32, "whose gradient is taken in forward"),
-        ("auto", torch.bfloat16, "that would keep a sum of"),
-        ("always", torch.bfloat16, "whose gradient is taken in forward"),
-        ("never", torch.float32, "the option says so"),
+        ("auto", torch.float32, "with the gradient computed in forward"),
+        ("auto", torch.bfloat16, "its sum would take"),
+        ("always", torch.bfloat16, "with the gradient computed in forward"),
+        ("never", torch.float32, "option grad_in_forward is never"),
     ],
 )
 def test_option(mode: str, dtype: torch.dtype, said: str) -> None:

@@ -229,7 +229,7 @@ def test_becomes_the_operators(fn: Loss, choice: str, graphs: list[Graph]) -> No
     told = [note for note in notes(report) if note.startswith("the logits [3, 37]")]
     assert len(told) == 1
     capped = ", with a softcap of 3," if fn is joined else ""
-    assert told[0].endswith(f"{capped} are a piece of all: made again in backward, not kept")
+    assert told[0].endswith(f"{capped} are a piece of all rows: recomputed in backward, not saved")
     targets = [node.target for node in graphs[-1].nodes]
     assert targets.count(torch.ops.slime_fused.linear_row_stats.default) == 3
     assert targets.count(torch.ops.slime_fused.linear_row_grad.default) == 3
@@ -238,7 +238,7 @@ def test_becomes_the_operators(fn: Loss, choice: str, graphs: list[Graph]) -> No
 STAYS = [
     (taken_in_forward, "their gradient is made where they are, and they are kept no longer"),
     (by_torch_func, "their gradient is made where they are, and they are kept no longer"),
-    (checkpoint_per_chunk, "the program has them made again in backward (checkpoint)"),
+    (checkpoint_per_chunk, "a checkpoint recomputes them in backward"),
 ]
 
 

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 fused = torch.ops.slime_fused
 
 Loss = Callable[..., Outputs]
-WAITS = "the gradient is taken in backward: "
+WAITS = "the gradient is computed in backward: "
 
 
 def line_of(mark: str) -> str:
@@ -96,7 +96,7 @@ def _sorted(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 WHOLE = [
     (
         _bent,
-        "the logits come out of aten.sin.default, not of a matmul, so they are made whole",
+        "the logits come from aten.sin.default, not from a matmul, so they are materialised in full",
     ),
     (
         _read_before_the_softcap,
@@ -104,11 +104,11 @@ WHOLE = [
     ),
     (
         _argmax,
-        f"the logits are read by aten.argmax.default at {line_of('argmax')}, so they are made whole",
+        f"the logits are read by aten.argmax.default at {line_of('argmax')}, so they are materialised in full",
     ),
     (
         _sorted,
-        f"a softmax of the logits is read by aten.sort.default at {line_of('sorted')}, so it is made whole",
+        f"a softmax of the logits is read by aten.sort.default at {line_of('sorted')}, so it is materialised in full",
     ),
 ]
 
@@ -154,7 +154,7 @@ def test_size_that_nothing_gives() -> None:
     outcome = linear(s.graph, LinearConfig(4 * CHUNK))
     assert outcome.chunked == ()
     assert [r.reason for r in outcome.rejections] == [
-        "a size of the logits is needed that nothing else in the graph gives"
+        "a needed size of the logits appears nowhere else in the graph"
     ]
     assert str(s.graph) == before
 
@@ -202,7 +202,7 @@ def _rows_broadcast(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 
 
 WAIT = [
-    (_several_gradients, "the program makes several gradients of these logits"),
+    (_several_gradients, "the function computes several gradients of these logits"),
     (_rows_read_alone, "some rows of the logits are read alone"),
     (
         _complex_number,
@@ -235,7 +235,7 @@ def _columns(hidden: Tensor, weight: Tensor, columns: Tensor) -> Outputs:
 
 WAIT_ANY_SIZE = [
     (_power_of_rows, (ROWS,), f"a size is an operand of aten.mul.Tensor at {line_of('size')}"),
-    (_columns, (ROWS, 3), "the number of columns that are picked is symbolic"),
+    (_columns, (ROWS, 3), "the number of picked columns is symbolic"),
 ]
 
 
@@ -281,9 +281,9 @@ def _over_all_tokens_from_the_start(hidden: Tensor, weight: Tensor, target: Tens
     [
         (
             _over_all_tokens,
-            f"; {WAITS}it needs a collective of backward, which other ranks may not run in forward",
+            f"; {WAITS}it needs a collective of backward; other ranks may not run it in forward",
         ),
-        (_over_all_tokens_from_the_start, ", whose gradient is taken in forward"),
+        (_over_all_tokens_from_the_start, ", with the gradient computed in forward"),
     ],
     ids=["backward", "forward"],
 )
@@ -299,7 +299,7 @@ def test_collective(fn: Loss, ending: str) -> None:
     reports = [r.to_dict() for r in slime_compile.reports()[known:]]
     assert len(reports) == 2
     for report in reports:
-        (note,) = (n for n in notes(report) if "never whole" in n)
+        (note,) = (n for n in notes(report) if "never materialised in full" in n)
         assert note.endswith(f"chunks of 2 x 37{ending}")
 
 
@@ -311,7 +311,9 @@ def test_chunks_of_backward_are_told() -> None:
     row = next(row for row in HEADS if row.name == "matmul")
     harness.compare(compiled(row.fn, 2), row, torch.bfloat16, data=row.data, draws=1)
     (note,) = notes(last_report())
-    assert f"are never whole: chunks of 2 x 37 and 7 x 10 in backward; {WAITS}" in note
+    assert (
+        f"are never materialised in full: chunks of 2 x 37 and 7 x 10 in backward; {WAITS}" in note
+    )
 
 
 def test_without_gradient_nothing_waits() -> None:
@@ -320,4 +322,4 @@ def test_without_gradient_nothing_waits() -> None:
         for mine, eager in zip(compiled(head_loss)(*inputs), head_loss(*inputs), strict=True):
             torch.testing.assert_close(mine, eager)
     (note,) = notes(last_report())
-    assert note.endswith(" are never whole: chunks of 2 x 37")
+    assert note.endswith(" are never materialised in full: chunks of 2 x 37")

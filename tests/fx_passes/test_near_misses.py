@@ -138,12 +138,12 @@ def small_vocabulary(logits: Tensor, target: Tensor) -> Outputs:
 # ---------------------------------------------------------------- something in between
 
 
-@near_miss("not made from the logits", fused=1)
+@near_miss("not computed from the logits", fused=1)
 def dropout_on_log_probs(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(F.dropout(logits.log_softmax(-1), 0.3), target),)
 
 
-@near_miss("not made from the logits")
+@near_miss("not computed from the logits")
 def dropout_on_probabilities(logits: Tensor, target: Tensor) -> Outputs:
     return (pick(F.dropout(logits.softmax(-1), 0.3), target),)
 
@@ -185,7 +185,7 @@ def expected_reward(logits: Tensor, reward: Tensor) -> Outputs:
 
 
 @near_miss(
-    "not made from the logits", lambda: [draw(ROWS, VOCAB), draw(ROWS, VOCAB, seed=1)], fused=1
+    "not computed from the logits", lambda: [draw(ROWS, VOCAB), draw(ROWS, VOCAB, seed=1)], fused=1
 )
 def soft_targets(logits: Tensor, teacher: Tensor) -> Outputs:
     return (F.cross_entropy(logits, teacher.detach().sigmoid(), reduction="none"),)

@@ -134,13 +134,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, exponential(s, x), exponential(s, x))
 
 
-@refused("a clamped value may be at its lowest number there, which is not -inf")
+@refused("a clamped value may be at its lowest number there instead of -inf")
 def _(s: Scratch, x: Node) -> None:
     low = s.call(aten.clamp_min.default, x, torch.finfo(torch.float32).min)
     s.call(aten.amax.default, low, [-1])
 
 
-@refused("a value that is another where a softmax is zero meets more than that softmax")
+@refused("a value valid only at a non-zero softmax meets more than that softmax")
 def _(s: Scratch, x: Node) -> None:
     itself = s.call(aten.div.Tensor, weighted(s, x), exponential(s, x))
     s.call(aten.amax.default, itself, [-1])
@@ -166,12 +166,12 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, zero_mask(s, x), 1.0)
 
 
-@refused("the logits cancel there, and with them NaN and infinities, which would be lost")
+@refused("the logits cancel there, and their NaN and infinities would be lost")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, exponential(s, x), number(s, 0.0))
 
 
-@refused("the logits cancel there, and with them NaN and infinities, which would be lost")
+@refused("the logits cancel there, and their NaN and infinities would be lost")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, x, x)
 
@@ -199,7 +199,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), x)
 
 
-@refused("a number per row cancels there, and with it NaN and infinities, which would be lost")
+@refused("a number per row cancels there, and its NaN and infinities would be lost")
 def _(s: Scratch, x: Node) -> None:
     shift = s.input("rows", (3, 1))
     s.call(aten.sub.Tensor, s.call(aten.add.Tensor, x, shift), shift)
@@ -227,7 +227,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, exponential(s, x), masked)
 
 
-@refused("a division by zero, or by what is not finite")
+@refused("a division by zero, infinity or NaN")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.div.Tensor, x, number(s, 0.0))
 
@@ -247,7 +247,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.log.default, s.call(aten.neg.default, exponential(s, x)))
 
 
-@refused("log of a softmax that a mask takes out: -inf there, whatever the logits are")
+@refused("log of a masked softmax: -inf there for all logits")
 def _(s: Scratch, x: Node) -> None:
     kept = s.call(
         aten.where.self, s.input("flags", (3, 1), torch.bool), exponential(s, x), number(s, 0.0)
@@ -255,18 +255,18 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.log.default, kept)
 
 
-@refused("an operand varies over the vocabulary and is not made from the logits")
+@refused("an operand varies over the vocabulary and is not computed from the logits")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, s.input("rows", (VOCAB,)))
 
 
-@refused("an operand varies over the vocabulary and is made of logits by what is not known")
+@refused("an operand varies over the vocabulary and comes from logits by an unsupported operator")
 def _(s: Scratch, x: Node) -> None:
     whole = s.call(prims.convert_element_type.default, exponential(s, x), torch.int64)
     s.call(aten.mul.Tensor, x, whole)
 
 
-@refused("an operand varies over the vocabulary and is made of logits by what is not known")
+@refused("an operand varies over the vocabulary and comes from logits by an unsupported operator")
 def _(s: Scratch, x: Node) -> None:
     """What is not known is taken for logits of its own, until it is asked what it is made of."""
     s.call(aten.mul.Tensor, x, s.call(aten.sigmoid.default, exponential(s, x)))
@@ -349,7 +349,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, s.call(aten.add.Tensor, s.call(aten.sin.default, x), p), p)
 
 
-@refused("half precision adds what is known to what is not, and rounds both first")
+@refused("half precision rounds a fused and an unfused operand before adding them")
 def _(s: Scratch, x: Node) -> None:
     half = s.call(aten.sin.default, s.call(prims.convert_element_type.default, x, torch.bfloat16))
     p = s.call(prims.convert_element_type.default, exponential(s, x), torch.bfloat16)
@@ -454,7 +454,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.index.Tensor, x, [hits(s, 2)])
 
 
-@refused("columns are picked by an index that is the same for all rows")
+@refused("one index picks the same columns for all rows")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.index.Tensor, x, [None, hits(s, 3)])
 
@@ -561,7 +561,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.view.default, zero_mask(s, x), [1, 3, VOCAB])
 
 
-@refused("full-vocabulary rows meet a value that no logits are in, or that is not known")
+@refused("full-vocabulary rows meet a value without logits, or an unsupported one")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, [x, rows(s, 3, 2)], 1)
 
@@ -583,7 +583,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, [x, other(s)], 1)
 
 
-@refused("values that are not the pieces of one value are joined")
+@refused("the joined values are not the pieces of one value")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, [x, other(s)], 0)
 
@@ -597,7 +597,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, halves(s, x)[::-1], 0)
 
 
-@refused("pieces that are not all of a value are joined")
+@refused("the joined pieces are only a part of a value")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, halves(s, x)[:1], 0)
 
@@ -748,7 +748,7 @@ UNREACHABLE: set[str] = {
     "a full-vocabulary value is used as a condition",  # a condition is boolean, a form is not
     "a softmax of a value that no logits are in",
     "a condition that is not a row mask",
-    "a size of a value that no logits are in",
+    "a size of a value without logits",
     "all rows are equal, and made of one",  # a loop over copies of one row does not pay
 }
 

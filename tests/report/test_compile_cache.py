@@ -99,7 +99,7 @@ def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
     (held,), (leaf,) = compiled["in_place"], loaded["in_place"]
     assert (held["in_place"], held["calls"], held["over"]) == (False, 1, 0)
     assert leaf == {**held, "reason": "they are a leaf that requires grad"}
-    assert held["reason"].startswith("Python holds them")
+    assert held["reason"].startswith("Python references them")
     assert before_backward["in_place"] == []
     assert "the first backward tells" in before_backward["graphs"][0]["notes"][0]
 

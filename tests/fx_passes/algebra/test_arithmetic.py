@@ -201,5 +201,5 @@ def test_others_take_part_in_sums_only() -> None:
     total = add(exponential(), scaled(gradient, Poly.atom(R)))
     assert total.others == ((Z, Poly.atom(R)),)
     close(total, meaning(exponential()) + VALUES[R] * VALUES[Z])
-    with pytest.raises(Refused, match="a value that is not made from the logits is in it"):
+    with pytest.raises(Refused, match="it contains a value not computed from the logits"):
         product(total, exponential(), column)
