@@ -13,6 +13,7 @@ from tests.support import prose
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "bench/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
