@@ -1,12 +1,15 @@
 """The documents: links that lead somewhere, reasons that the pass gives."""
 
+import functools
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import slime_compile.ops  # noqa: F401  registers them
+import slime_compile
+import slime_compile.ops  # registers them
 from fx_passes import pipeline
 from tests.support import prose
 
@@ -23,6 +26,24 @@ DOCUMENTS = [
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_easy_to_read(path: Path) -> None:
     assert prose.density(path.read_text()) < 1.5
+
+
+@pytest.mark.parametrize("name", sorted(slime_compile.__all__))
+def test_public_docstrings_are_easy_to_read(name: str) -> None:
+    """Of a class its methods', too: a page of an editor has all of them at once."""
+    public = getattr(slime_compile, name)
+    members = vars(public) if inspect.isclass(public) else {}
+    texts = [
+        public.__doc__,
+        *(v.__doc__ for k, v in members.items() if k[0] != "_" and is_documented(v)),
+    ]
+    text = re.sub(r"^ +", "", "\n".join(filter(None, texts)), flags=re.M)
+    assert prose.density(text) < 1.5 or sum(w in prose.PRONOUNS for w in prose.words_of(text)) <= 1
+
+
+def is_documented(member: object) -> bool:
+    """Not the default of a field, which has the docstring of its type."""
+    return inspect.isroutine(member) or isinstance(member, property | functools.cached_property)
 
 
 def test_relative_pronouns_are_counted_in_running_text_only() -> None:

@@ -33,29 +33,28 @@ __all__ = ["DeferHandle", "defer_logits"]
 def defer_logits(
     model: nn.Module, head: nn.Module | str | None = None, *, in_eval: bool = False
 ) -> DeferHandle:
-    """Makes a model hand out its logits without computing them, so that a compiled loss never has them whole.
+    """Makes a model's logits lazy: the head's matmul runs inside your compiled loss, chunk by chunk.
 
-    In a function under `torch.compile(..., backend="slime_fused")` what the model returned is hidden states times the
-    head's weight, in that function's graph. Anywhere else it behaves as the tensor, which is computed where the first
-    operator needs it, once, and then kept: a line that does so with gradients is logged once, and `print(handle)`
-    tells of all.
+    In a function under `torch.compile(..., backend="slime_fused")` the lazy logits are hidden states times the head's
+    weight, in the graph of that function. Elsewhere they behave like the tensor: the first operator computes it, once,
+    and keeps it. Such a line with gradients is logged once, and `print(handle)` lists all of them.
 
-    Nothing is deferred in evaluation mode (unless `in_eval`), while a model is traced or exported, where a backward
-    hook is on the head (it needs the logits' gradient), where hidden or weight is no plain tensor (a DTensor, one of
-    torch.func's) or has a forward-mode tangent, and where an autograd.Function runs the head (a reentrant checkpoint).
+    Exceptions: the head returns tensors in evaluation mode (unless `in_eval`), during tracing or export, with a
+    backward hook on the head (it needs the logits' gradient), if hidden or weight is not a plain tensor (a DTensor, a
+    torch.func tensor) or has a forward-mode tangent, and inside an autograd.Function (a reentrant checkpoint).
 
     Args:
         model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
-        head: the module that makes logits, or its name. By default that of `get_output_embeddings()`, `lm_head` or
+        head: the module computing the logits, or its name. Default: `get_output_embeddings()`, `lm_head` or
             `output_layer`. It must be a torch.nn.Linear, or megatron-core's ColumnParallelLinear.
         in_eval: defer in evaluation mode too (a reference model's log-probs, for instance).
 
     Returns:
-        A handle: `handle.remove()` undoes it, and so does leaving it as a context manager.
+        A handle. `handle.remove()` undoes the change; so does the end of `with handle:`.
 
     Raises:
-        TypeError, ValueError: there is no such head, it is deferred already, or it is no linear map; the message says
-            what to do.
+        TypeError, ValueError: the model has no such head, the head is deferred already, or it is not a linear map.
+            The message has a remedy.
 
     Example:
         >>> handle = slime_compile.defer_logits(model)
@@ -79,12 +78,12 @@ def _is_dual(tensor: Tensor) -> bool:
 
 
 class DeferHandle:
-    """The forward of a head whose logits are deferred; of Megatron's, the matmul in it.
+    """The forward of a deferred head (for Megatron's head, its matmul).
 
     Attributes:
-        name: of the module, in the model.
+        name: the module's name in the model.
         module: the head.
-        places: where the logits were computed after all.
+        places: lines at which eager code computed the full logits.
     """
 
     def __init__(self, name: str, module: nn.Module, in_eval: bool = False) -> None:
@@ -133,7 +132,7 @@ class DeferHandle:
         )
 
     def remove(self) -> None:
-        """The head computes its logits again; what it has handed out stays as it is. More than once does no harm."""
+        """The head computes its logits again. Earlier lazy logits keep working. Calling it twice is harmless."""
         if vars(self.module).get(self.method) is self:
             delattr(self.module, self.method)
 

@@ -59,9 +59,9 @@ class _Memory:
 
 @dataclass(eq=False, repr=False)
 class DeferredLogits:
-    """Logits that are computed where they are needed; see the module. Made by `slime_compile.defer_logits`.
+    """Lazy logits, made by `slime_compile.defer_logits`; see the module.
 
-    A dataclass, and a node of torch's pytrees, since DDP and FSDP look for tensors in what a module returns.
+    A dataclass and a node of torch's pytrees, because DDP and FSDP search a module's outputs for tensors.
     """
 
     expression: Expression
@@ -80,7 +80,8 @@ class DeferredLogits:
         """The logits as a tensor; in eager code computed once and kept.
 
         Raises:
-            RuntimeError: they cannot be what they were where the program made them; the message says why.
+            RuntimeError: the logits can no longer be computed as on their line, for example after a change of the
+                weight. The message gives the reason.
         """
         self._check_fresh()
         if self.expression.requires_grad and within_function():
@@ -253,10 +254,10 @@ class DeferredLogits:
 
 
 def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, given tensors for deferred logits.
+    """Wraps `function`: it gets tensors in place of lazy logits.
 
-    For a loss that hands its logits to an `autograd.Function` (vocabulary-parallel ones do) and cannot be edited: under
-    torch.compile the matmul is in the graph all the same.
+    For a loss with an `autograd.Function` (such as vocabulary-parallel ones) that you cannot edit. Under torch.compile
+    the matmul is still in the graph.
 
     Example:
         >>> loss_fn = torch.compile(slime_compile.with_tensors(loss_fn), backend="slime_fused")

@@ -41,7 +41,7 @@ from slime_compile.torch_private import (
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes of tensors that are alive at one time, on the device that has most of them.
+    """Live bytes of tensors, on the device with the most of them.
 
     Attributes:
         inputs_bytes: tensors among the arguments, and parameters of a module.
@@ -69,19 +69,19 @@ def estimate_peak(
     """The peak memory of `torch.compile(fn, backend="slime_fused", options=options)(*args, **kwargs)` and its backward.
 
     Args:
-        fn: a function or module, as for `slime_compile.explain`. Backward runs from all its outputs that require
-            grad, to the arguments that do, and to the parameters that it reads, of a module or captured by a closure;
-            not from logits that a matmul in it makes and that it returns beside their loss.
-            Under `torch.no_grad()` there is none.
-        args: as in the call that is meant. Fake tensors (made under `FakeTensorMode`) and tensors on "meta" may have
-            any size; real ones are only looked at. Those on "meta", of the function too, stand for tensors on the
-            device of the other arguments, or on the CPU.
+        fn: a function or module, as for `slime_compile.explain`. Backward runs from all outputs requiring grad, to
+            the arguments requiring grad and to the parameters `fn` reads, of a module or captured by a closure.
+            Exception: logits from a matmul in `fn`, returned next to their loss, start no backward.
+            Under `torch.no_grad()` backward is left out.
+        args: as in the real call. Fake tensors (made under `FakeTensorMode`) and "meta" tensors may have any size;
+            only shapes and dtypes of real tensors are read. "meta" tensors, also inside `fn`, stand for tensors on
+            the device of the other arguments, or on the CPU.
         kwargs: keyword arguments of the same call.
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
     Raises:
-        RuntimeError: an unknown option; a function that asks for a value (`.item()`), which fake tensors do not have;
-            one that returns nothing to start backward from though an argument or a parameter requires grad.
+        RuntimeError: an unknown option; `fn` needs a value of a fake tensor (`.item()`); or `fn` returns no tensor
+            requiring grad although an argument or a parameter does.
 
     Example:
         >>> with torch._subclasses.FakeTensorMode():

@@ -29,14 +29,14 @@ from slime_compile.torch_private import FakeTensorMode, ShapeEnv, functorch_conf
 
 
 def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
-    """What `torch.compile(fn, backend="slime_fused", options=options)` would do to a call.
+    """The report of `torch.compile(fn, backend="slime_fused", options=options)` for a call, without computing anything.
 
     Args:
         fn: a function, method or module, compiled or not.
         options: as in `torch.compile(options=...)`; `inner` has no meaning here.
 
     Raises:
-        TypeError: `fn` is no function but, say, what it returned.
+        TypeError: `fn` is not a function, but for example the result of one.
         RuntimeError: an unknown option.
 
     Example:

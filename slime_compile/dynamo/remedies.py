@@ -22,11 +22,11 @@ skip_folder(str(Path(__file__).parent))  # a report names the line that calls th
 
 
 def inline_nested_compile() -> None:
-    """Lets Dynamo trace through `torch.compile` that is called inside what it traces.
+    """Lets Dynamo trace through a nested `torch.compile`.
 
-    slime's and verl's entropy define a function under `@torch.compile(dynamic=True)` in their `forward`; Dynamo breaks
-    the graph there, so that the softmax is made, kept, and handed from graph to graph. From now on `torch.compile`
-    under tracing is the function itself, which is what it means; everywhere else it is torch's own.
+    slime's and verl's entropy define a function under `@torch.compile(dynamic=True)` in their `forward`. Dynamo breaks
+    the graph there, and the softmax is materialised between two graphs. From now on, `torch.compile` under tracing
+    returns the function itself; elsewhere it is torch's own.
     """
     if not getattr(torch.compile, "_slime_fused_inlines", False):
         from slime_compile.torch_private import get_torch_obj_rule_map
@@ -51,11 +51,11 @@ def _itself(function: Any) -> Any:
 
 
 def trace_distributed_nn() -> None:
-    """Lets Dynamo trace `torch.distributed.nn.functional.all_reduce`, with the gradient that it has in eager code.
+    """Lets Dynamo trace `torch.distributed.nn.functional.all_reduce`, with the gradient of eager code.
 
-    Since torch 2.12 Dynamo raises there and runs the whole frame, loss and all, in Python. From now on it traces the
-    functional collective, whose gradient is the same: summed over the ranks. Before, Dynamo traces what is there, and
-    this changes nothing.
+    Since torch 2.12 Dynamo raises there and runs the whole frame, the loss included, in Python. From now on it traces
+    the functional collective with the same gradient: summed over the ranks. On torch 2.11 Dynamo traces the original,
+    and this call changes nothing.
     """
     global _traces_distributed_nn
     if _traces_distributed_nn or torch.__version__ < "2.12":
@@ -76,11 +76,11 @@ _traces_distributed_nn = False
 
 
 def trace_async_all_reduce() -> None:
-    """Lets Dynamo trace `torch.distributed.all_reduce(..., async_op=True)`, as one that has ended when it returns.
+    """Lets Dynamo trace `torch.distributed.all_reduce(..., async_op=True)`, as a synchronous all-reduce.
 
-    ColossalAI's cross entropy and log-probs ask for the maximum so, and make a mask meanwhile; Dynamo breaks the graph
-    there. From now on it traces the functional collective, as for `async_op=False`, and hands out work that is done:
-    `wait()` and `is_completed()` are True at once, and there is nothing else to it. In eager code nothing changes.
+    ColossalAI's cross entropy and log-probs start the maximum this way and compute a mask meanwhile; Dynamo breaks the
+    graph there. From now on Dynamo traces the functional collective, as for `async_op=False`, and returns finished
+    work: `wait()` and `is_completed()` are True at once. Eager code does not change.
     """
     global _traces_async_all_reduce
     if _traces_async_all_reduce:

@@ -19,10 +19,10 @@ _NAME = "SLIME_FUSED"
 
 
 def enable() -> bool:
-    """Adds the name; more than once does no harm.
+    """Adds the backend's name to accelerate's list. Calling it twice is harmless.
 
     Returns:
-        Whether accelerate takes the name now. If not, a warning says why, and nothing has changed.
+        True if accelerate now accepts the name. Otherwise a warning gives the reason, and nothing changes.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -54,7 +54,7 @@ def _is_enum_of_strings(backends: Any) -> bool:
 
 
 def disable() -> None:
-    """accelerate refuses the name again."""
+    """Undoes `enable()`."""
     backends: Any = importlib.import_module("accelerate").utils.DynamoBackend
     if _NAME in backends.__members__:
         del backends._member_map_[_NAME], backends._value2member_map_[_NAME]

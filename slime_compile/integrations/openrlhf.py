@@ -36,16 +36,16 @@ _INSTEAD = "Compile a function of both log-probs and entropy with torch.compile(
 
 
 def enable(options: Mapping[str, Any] | None = None) -> bool:
-    """From now on in this process; more than once does no harm. `defer_logits(actor.model)` is apart from this.
+    """Enables it for this process. Calling it twice is harmless. Call `defer_logits(actor.model)` separately.
 
     Args:
         options: of the backend.
 
     Returns:
-        Whether it holds. If not, a warning says why, and nothing has changed.
+        True if enabled. Otherwise a warning gives the reason, and nothing changes.
 
     Raises:
-        ImportError: OpenRLHF is not installed, or what it imports (flash_attn, deepspeed).
+        ImportError: OpenRLHF or one of its imports (flash_attn, deepspeed) is not installed.
     """
     home = known("openrlhf", "0.11.", _HOME, _ARGUMENTS, _INSTEAD)
     if home is None:
@@ -60,7 +60,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
 
 
 def disable() -> None:
-    """OpenRLHF's own again."""
+    """Undoes `enable()`."""
     home: Any = importlib.import_module(_HOME)
     readings = getattr(home.Actor.forward, "readings", None)
     if readings is not None:

@@ -41,19 +41,19 @@ _INSTEAD = (
 
 
 def enable(options: Mapping[str, Any] | None = None) -> bool:
-    """From now on in this process, in training and where log-probs are computed; more than once does no harm.
+    """Enables it for this process, in training and for log-probs. Calling it twice is harmless.
 
-    In slime: a function that `--custom-megatron-init-path` names. `defer_logits` of the model's last stage is apart
-    from this.
+    In slime, call it in the function given to `--custom-megatron-init-path`. Call `defer_logits` for the model's last
+    stage separately.
 
     Args:
         options: of the backend.
 
     Returns:
-        Whether it holds. If not, a warning says why, and nothing has changed.
+        True if enabled. Otherwise a warning gives the reason, and nothing changes.
 
     Raises:
-        ImportError: slime is not installed, or what its losses import (megatron-core).
+        ImportError: slime or megatron-core is not installed.
     """
     home = known("slime", None, _HOME, _ARGUMENTS, _INSTEAD)
     if home is None:
@@ -69,7 +69,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
 
 
 def disable() -> None:
-    """slime's own again."""
+    """Undoes `enable()`."""
     home: Any = importlib.import_module(_HOME)
     for name in _ARGUMENTS:
         setattr(home, name, getattr(getattr(home, name), "theirs", getattr(home, name)))

@@ -79,13 +79,12 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def enable() -> bool:
-    """From now on, in models that TRL's trainers have patched or will; more than once does no harm.
+    """Enables it for all models patched by TRL's trainers, before or after this call. Calling it twice is harmless.
 
-    TRL counts a target among the largest only where no earlier column is as large; here such a tie is a hit
-    (`mean_token_accuracy`).
+    `mean_token_accuracy`: a target tied with an earlier column is a hit here and a miss in TRL.
 
     Returns:
-        Whether it holds. If not, a warning says why, and nothing has changed.
+        True if enabled. Otherwise a warning gives the reason, and nothing changes.
 
     Raises:
         ImportError: TRL is not installed.
@@ -100,7 +99,7 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """TRL's own again."""
+    """Undoes `enable()`."""
     utils: Any = importlib.import_module(_HOME)
     ours = getattr(utils, _NAME, None)
     if isinstance(ours, _OverOurOperators):

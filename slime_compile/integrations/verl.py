@@ -41,16 +41,16 @@ _LEFT_TO_VERL = (
 
 
 def enable(options: Mapping[str, Any] | None = None) -> bool:
-    """From now on in this process, in all actors and references; more than once does no harm.
+    """Enables it for all actors and references of this process. Calling it twice is harmless.
 
-    verl's workers are processes of their own: call it in a module that `VERL_USE_EXTERNAL_MODULES` names, which they
-    import. `defer_logits(engine.module)` is apart from this.
+    verl's workers are separate processes. Call it in a module named in `VERL_USE_EXTERNAL_MODULES`; every worker
+    imports these. Call `defer_logits(engine.module)` separately.
 
     Args:
         options: of the backend.
 
     Returns:
-        Whether it holds. If not, a warning says why, and nothing has changed.
+        True if enabled. Otherwise a warning gives the reason, and nothing changes.
 
     Raises:
         ImportError: verl is not installed.
@@ -65,7 +65,7 @@ def enable(options: Mapping[str, Any] | None = None) -> bool:
 
 
 def disable() -> None:
-    """verl's own again."""
+    """Undoes `enable()`."""
     kind: Any = importlib.import_module(_HOME).FSDPEngineWithLMHead
     kind.prepare_model_outputs = getattr(
         kind.prepare_model_outputs, "theirs", kind.prepare_model_outputs

@@ -52,11 +52,10 @@ class Reports(list[Report]):
 
 
 def reports() -> list[Report]:
-    """What this process has compiled or loaded from torch's compile cache, oldest first.
+    """The reports of all functions compiled by this process or loaded from torch's compile cache, oldest first.
 
-    One report per graph, with the graph breaks around it, and one without graphs per frame that Dynamo left to Python
-    (an exception while tracing, too many recompiles), which runs as plain eager code, and per graph break before a
-    frame's first operator.
+    One report per graph, with its graph breaks. One report without graphs per frame running in Python (an exception
+    while tracing, too many recompiles), and per graph break before a frame's first operator.
     """
     harvest()
     every = [

@@ -118,15 +118,15 @@ SUMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the backend did to one function: its graphs, and what never became one.
+    """One function under the backend: its graphs, graph breaks, and frames running in Python.
 
     Attributes:
         graphs: one entry per graph, in the order of compilation.
-        breaks: where Dynamo split the function.
-        python_frames: frames that Dynamo left to Python, with the cause; none of their work is in a graph.
-        notes: what a reader should know beyond that.
-        other_graphs: how many graphs without a vocabulary there are besides; only a summary leaves them out.
-        eager_calls: how often eager code has called each function that takes the operators by itself; of a summary.
+        breaks: graph breaks, with line and reason.
+        python_frames: frames Dynamo did not compile, with the reason.
+        notes: remarks.
+        other_graphs: number of graphs without a vocabulary, left out of `graphs` by a summary.
+        eager_calls: calls of our eager functions (`log_probs_and_entropy`, ...), by name; only in a summary.
     """
 
     graphs: tuple[GraphReport, ...] = ()

@@ -47,8 +47,8 @@ def linear_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """`log_probs_and_entropy(F.linear(hidden, weight, bias), target)`, with one chunk of the logits at a time.
 
-    What it says of special rows, targets and temperatures holds here. Under autocast hidden, weight and bias are cast
-    as `F.linear` casts them; the logits are rounded to the dtype that they have then.
+    Special rows, targets and temperatures behave the same. Under autocast, hidden, weight and bias are cast like in
+    `F.linear`; the logits are rounded to that dtype.
 
     With a `group`, the vocabulary is sharded over its ranks, hidden is the same on all of them, and every rank gets
     the results of the whole vocabulary. Forward does one all_gather of four numbers a row. Backward does one
@@ -60,13 +60,13 @@ def linear_log_probs_and_entropy(
         weight: [V, D] of hidden's dtype, any strides; with a group this rank's [V_local, D].
         target: [...] integer, columns of the whole vocabulary.
         bias: [V] of hidden's dtype, with a group this rank's [V_local], or None.
-        group: the process group over which the vocabulary is sharded, or None if it is not.
+        group: the process group of the vocabulary's shards, or None for a whole vocabulary.
         temperature: a positive number, or a tensor broadcastable to target's shape. No gradient is computed for it.
         with_entropy: whether to return the entropies.
         entropy_grad: whether the entropies carry a gradient.
         vocab_start: the first column of this rank's shard. By default the shards are equal and in the ranks' order.
-        sum_hidden_grad: with a group, whether hidden's gradient is summed over the ranks. False where the function
-            that handed out hidden does so itself (Megatron's copy_to_tensor_model_parallel_region and
+        sum_hidden_grad: with a group, sum hidden's gradient over the ranks? False if the function returning hidden
+            does so itself (Megatron's copy_to_tensor_model_parallel_region and
             gather_from_sequence_parallel_region).
 
     Returns:
@@ -74,8 +74,8 @@ def linear_log_probs_and_entropy(
         weight and bias have their dtypes.
 
     Raises:
-        ValueError: a shape, a dtype, a device or the temperature is not as said above.
-        RuntimeError: hidden, weight or bias has no memory (a parameter that FSDP has sharded again).
+        ValueError: an unsupported shape, dtype, device or temperature (see above).
+        RuntimeError: hidden, weight or bias has no memory (a parameter resharded by FSDP).
         IndexError: on the CPU without a group, a target lies outside [0, V).
 
     Example:

@@ -41,8 +41,8 @@ def log_probs_and_entropy(
     """Log-probabilities of the target tokens, and the entropies, under softmax(logits / temperature).
 
     A logit of -inf is a token without probability: it adds nothing to the entropy and gets no gradient (plain torch
-    gives NaN for both). A row with NaN or +inf, or with nothing but -inf, gives NaN. A row whose incoming gradients
-    are 0 gets a gradient of 0, whatever it holds.
+    gives NaN for both). A row with NaN or +inf, or with nothing but -inf, gives NaN. A row with incoming gradients
+    of 0 gets a gradient of 0, even with NaN in it.
 
     With a `group`, the vocabulary is sharded over its ranks and every rank gets the results of the whole
     vocabulary. The forward does one all_gather of four numbers a row and the backward does no collective; neither
@@ -52,7 +52,7 @@ def log_probs_and_entropy(
     Args:
         logits: [..., V] any floating dtype, any strides; with a group this rank's [..., V_local].
         target: [...] integer, columns of the whole vocabulary.
-        group: the process group over which the last dimension is sharded, or None if it is not.
+        group: the process group of the last dimension's shards, or None for a whole vocabulary.
         temperature: a positive number, or a tensor broadcastable to target's shape. No gradient is computed for it.
         with_entropy: whether to return the entropies.
         entropy_grad: whether the entropies carry a gradient.
@@ -63,9 +63,9 @@ def log_probs_and_entropy(
         logits has the logits' dtype.
 
     Raises:
-        ValueError: a shape, a dtype or the temperature is not as said above.
+        ValueError: an unsupported shape, dtype or temperature (see above).
         IndexError: on the CPU without a group, a target lies outside [0, V). On a GPU, and in compiled code, its
-            log-prob is NaN; with a group, a target that no shard holds has log-prob -inf.
+            log-prob is NaN; with a group, a target in no shard has log-prob -inf.
 
     Example:
         >>> log_probs, entropy = log_probs_and_entropy(logits, tokens, temperature=0.7)

@@ -32,18 +32,17 @@ def peak_bytes(
     In multiples of the logits, N * V elements of `dtype`:
 
     - `training=False`, without a gradient: 1.
-    - given logits: 2, the logits and their gradient; in fact 1 where nobody else holds them, which no formula knows.
+    - given logits: 2, the logits and their gradient. In fact 1 if nothing else references them; a formula cannot know.
     - given logits and `consume_logits=True`: 1, the gradient is written over them.
-    - logits made inside the compiled function, `hidden_states @ weight.T`: one chunk of them,
-      which is all of them where they fit; with `lm_head=False` 1.
-    - `save="softmax"`: 2, the logits and the softmax, which becomes the gradient; of logits made
-      inside in forward only, and never in chunks.
+    - logits made inside the compiled function, `hidden_states @ weight.T`: one chunk of them
+      (all of them if they fit into one); with `lm_head=False` 1.
+    - `save="softmax"`: 2, the logits and the softmax; its buffer becomes the gradient. For logits made
+      inside: in forward only, and never in chunks.
 
     Logits made inside add the hidden states, their gradient and the weight's gradient, and in half
-    precision what is summed over chunks in float32. A gradient that may be taken in forward counts
-    as taken there: while backward multiplies the larger one there are two of it. The weight itself and all
-    that is alive before the loss are not counted, nor what the operators take on the CPU whatever
-    the size: 4 to 6 MiB a thread.
+    precision the float32 sums over chunks. A gradient possible in forward counts as computed there: while
+    backward multiplies the larger one, two copies exist. Not counted: the weight itself, memory allocated
+    before the loss, and the operators' fixed 4 to 6 MiB a thread on the CPU.
 
     Args:
         tokens: N, rows of the logits.
@@ -51,15 +50,15 @@ def peak_bytes(
         hidden: size of the hidden states; only counts for logits made inside.
         dtype: of the logits (and hidden states and weight).
         options: of the backend, as given to `torch.compile`.
-        logits: whether the compiled function is given the logits or makes them.
-        training: whether there is a backward.
+        logits: are the logits passed in, or made inside the compiled function?
+        training: is there a backward?
 
     Returns:
         Bytes.
 
     Raises:
-        ValueError: a size below 1, or a dtype that is not floating.
-        RuntimeError: options that the backend does not know.
+        ValueError: a size below 1, or a dtype other than floating.
+        RuntimeError: unknown options of the backend.
     """
     loss = _loss_of(vocab_local, hidden, dtype, options, logits, training)
     return loss.peak(tokens)
@@ -75,11 +74,11 @@ def max_tokens_for(
     logits: Literal["given", "inside"] = "given",
     training: bool = True,
 ) -> int:
-    """The longest micro-batch whose loss fits: the largest N with `peak_bytes(N, ...)` in memory.
+    """The longest micro-batch with a loss fitting into memory: the largest N with `peak_bytes(N, ...)` in memory.
 
     Args:
-        memory_bytes: what is free for the loss: with parameters, optimizer, gradients and saved
-            activations of a micro-batch already there, but not the logits.
+        memory_bytes: free memory for the loss, with parameters, optimizer, gradients and saved
+            activations of a micro-batch already allocated, but not the logits.
         vocab_local: see `peak_bytes`, as for all others.
 
     Returns:
@@ -88,7 +87,7 @@ def max_tokens_for(
 
     Raises:
         ValueError: not even one token fits, or see `peak_bytes`.
-        RuntimeError: options that the backend does not know.
+        RuntimeError: unknown options of the backend.
 
     Example:
         >>> max_tokens_for(20 * 2**30, 76032, 4096, torch.float32)  # TP 2 of a 152,064 vocabulary

@@ -42,20 +42,20 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """What one step took. Sizes in bytes; None where the device does not tell.
+    """The memory of one step, in bytes; None if the device does not report it.
 
     Attributes:
-        name: the step's.
-        device: where its tensors were.
-        peak_allocated: most bytes of tensors at one time. On the CPU: of those allocated in the
+        name: of the step.
+        device: of its tensors.
+        peak_allocated: most live bytes of tensors. On the CPU: only tensors allocated in the
             step.
         allocated_before: bytes of tensors when the step began. None on the CPU.
-        peak_reserved: most bytes that the allocator held. None on the CPU.
+        peak_reserved: most bytes reserved by the allocator. None on the CPU.
         host_rss: resident set of the process when the step ended.
         host_rss_peak: largest resident set of the process until then, of this and earlier steps.
         tokens: rows of logits in the step, if the trainer said.
         vocab: columns of the logits, if the trainer said.
-        error: the type of the exception that ended the step, or "".
+        error: the type of the step's exception, or "".
     """
 
     name: str
@@ -113,16 +113,16 @@ def memory_probe(
     enabled: bool | None = None,
     log: Callable[[str], None] = _say,
 ) -> Probe:
-    """A context manager that logs the memory of what runs in it, also where that raises.
+    """A context manager logging the memory of its body, even if the body raises.
 
     Args:
         name: of the step, for the log.
         tokens: rows of the step's logits; or say it inside, with `probe.saw(logits)`.
         vocab: columns of the logits; or likewise.
-        device: whose memory; by default the current CUDA device, or the CPU without one.
+        device: default: the current CUDA device, or the CPU without one.
         enabled: None asks the environment: on if `SLIME_MEM_PROBE` is set to anything but 0, false,
             no or off.
-        log: takes the line; the default logs it at INFO, or prints it where that is not logged.
+        log: receives the line; the default logs it at INFO, or prints it if INFO is off.
 
     Returns:
         The probe; its `record` holds the numbers afterwards.

@@ -28,21 +28,21 @@ def partition_by_tokens(
 ) -> list[list[int]]:
     """Partition sequences into micro-batches of at most `max_tokens` tokens, as even as may be.
 
-    The number of micro-batches is `micro_batch_count`, or `at_least`, or what another rank of
-    `group` needs if that is more, rounded up to a multiple of `multiple_of`. They are balanced by
-    Karmarkar-Karp; where that breaks the cap, first-fit decreasing is used, which cannot.
+    The number of micro-batches is the largest of `micro_batch_count` on each rank of `group` and
+    `at_least`, rounded up to a multiple of `multiple_of`. Karmarkar-Karp balances them. If its
+    result breaks the cap, first-fit decreasing replaces it and keeps the cap.
 
     Args:
         lengths: tokens of each sequence.
         max_tokens: the cap, in tokens: `max_tokens_for`, times the context-parallel size.
-        at_least: fewest micro-batches, for instance what another rank needs.
+        at_least: fewest micro-batches, for instance another rank's number.
         multiple_of: the virtual pipeline's group of micro-batches.
-        group: data-parallel group whose ranks all make this call, each with its own lengths, and
+        group: data-parallel group. All its ranks make this call, each with its own lengths, and
             get the same number of micro-batches. One all-reduce of three numbers.
 
     Returns:
         Per micro-batch the indices into `lengths`, ascending; none is empty. The one with the most
-        tokens comes first, so that a run that does not fit ends at its first step.
+        tokens comes first: a run too large for the memory ends at its first step.
 
     Raises:
         ValueError: a sequence is longer than `max_tokens`, or there are fewer sequences (here, or
@@ -70,7 +70,7 @@ def partition_by_tokens(
 
 
 def micro_batch_count(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many micro-batches of at most `max_tokens` tokens hold the sequences.
+    """The number of micro-batches of at most `max_tokens` tokens for the sequences.
 
     At most 11/9 of the fewest possible plus 6/9: first-fit decreasing's bound (Dosa, 2007, "The
     tight bound of first fit decreasing bin-packing algorithm is FFD(I) <= 11/9 OPT(I) + 6/9").

@@ -25,20 +25,20 @@ from slime_compile.rl.packing import Packing
 
 
 class ResponseSlice(NamedTuple):
-    """Consecutive rows of one rank that predict consecutive response tokens of one sample."""
+    """Consecutive rows of one rank, predicting consecutive response tokens of one sample."""
 
     rows: slice
     response: slice
 
 
 def shifted_targets(tokens: Sequence[Tensor], packing: Packing, *, fill: int = 0) -> Tensor:
-    """The token that each row of the packed logits predicts.
+    """The target token of each row of the packed logits.
 
     Args:
         tokens: per sample, `[total_length]` integer: the whole sample on every rank, as a row's
             target may be on another.
         packing: where the samples lie.
-        fill: target of rows that predict nothing: a sample's last position and padding. The default
+        fill: target of rows without one: a sample's last position and padding. The default
             is a valid token, for a gather; use -100 for `F.cross_entropy`.
 
     Returns:
@@ -63,9 +63,9 @@ def shifted_targets(tokens: Sequence[Tensor], packing: Packing, *, fill: int = 0
 
 
 def response_slices(packing: Packing) -> list[tuple[ResponseSlice, ...]]:
-    """Per sample, the rows of this rank that predict its response, in order.
+    """Per sample, the rows of this rank predicting its response, in order.
 
-    A sample has no slice where this rank predicts none of its response, one usually, two under
+    A sample has no slice if this rank predicts none of its response, one usually, two under
     `"zigzag"`. Row `position` predicts the token at `position + 1`, so the rows begin one before
     the response.
 
@@ -85,9 +85,9 @@ def response_slices(packing: Packing) -> list[tuple[ResponseSlice, ...]]:
 
 
 def response_rows(packing: Packing) -> Tensor:
-    """The rows of this rank that predict a response token, sample by sample.
+    """The rows of this rank predicting a response token, sample by sample.
 
-    A compiled loss over `(hidden @ weight.t())[rows]` makes these rows of the logits and no others.
+    A compiled loss over `(hidden @ weight.t())[rows]` computes no other rows of the logits.
 
     Returns:
         `[response rows on this rank]` int64, on the CPU.
@@ -129,7 +129,7 @@ def split_responses(values: Tensor, packing: Packing) -> list[Tensor]:
 
     Returns:
         Per sample `[response rows on this rank, ...]`. An empty one is a slice of `values` too: it
-        stays attached to autograd, so that a rank without a response takes part in the backward.
+        stays attached to autograd, and a rank without a response takes part in backward.
 
     Raises:
         ValueError: `values` has another number of rows.
@@ -149,7 +149,7 @@ def join_responses(values: Sequence[Tensor], packing: Packing, *, fill: float = 
         values: per sample, `[response rows on this rank]`, one dtype and device, for instance old
             log-probs or advantages.
         packing: where the samples lie.
-        fill: value of the rows that predict no response token.
+        fill: value of rows predicting no response token.
 
     Returns:
         `[packing.local_rows]`, dtype and device of `values`.
@@ -182,13 +182,13 @@ def row_temperature(
     Args:
         temperatures: of the rollout, per sample, above 0; as a tensor, [samples].
         packing: where the samples lie.
-        logits: floating, what will be divided: gives device and dtype.
+        logits: floating; only device and dtype are read.
 
     Returns:
         `[packing.local_rows]`, 1 for padding; float64 for float64 logits and float32 otherwise.
 
     Raises:
-        ValueError: a temperature that is not above 0, or not one per sample.
+        ValueError: a temperature of 0 or less, or another number of temperatures than samples.
     """
     if len(temperatures) != len(packing.total_lengths):
         raise ValueError(
@@ -209,7 +209,7 @@ def flatten_logits(logits: Tensor, packing: Packing) -> Tensor:
     V]`.
 
     Raises:
-        ValueError: `logits` does not have the rows that `packing` says.
+        ValueError: the rows of `logits` disagree with `packing`.
     """
     if packing.format == "bshd":
         samples = len(packing.total_lengths)
@@ -236,28 +236,27 @@ def packed_log_probs(
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Log-probs and entropies of each sample's response tokens, in one pass over all logits.
 
-    For eager callers. It holds the logits and, in the backward, their gradient. In a function that
-    is compiled for many micro-batches, compile what goes from rows and `shifted_targets` to a loss,
-    and leave the samples' lengths outside; `response_rows` are then all that has to be made of the
-    logits. Compiled itself, it looks at these rows alone: where the logits are a matmul of the same
-    compiled function, the others are not computed.
+    For eager callers. Memory: the logits and, in backward, their gradient. For many micro-batches,
+    compile the function from rows and `shifted_targets` to a loss, and keep the samples' lengths
+    outside; the head then needs only `response_rows`. Compiled itself, it reads these rows alone:
+    a head inside the same compiled function computes no others.
 
     Args:
         logits: `[1, T, V]` or `[T, V]` (`"thd"`), `[B, S, V]` (`"bshd"`); any floating dtype. With a
             `group`, this rank's columns of them.
         tokens: per sample, `[total_length]` integer, see `shifted_targets`.
         packing: where the samples lie.
-        temperature: what logits are divided by, one number (or a tensor of no dimensions) or one per sample.
+        temperature: divides the logits; one number (or a tensor without dimensions), or one per sample.
         with_entropy: whether to return the entropies.
         entropy_grad: whether the entropies carry a gradient.
-        group: tensor-parallel group over which the vocabulary is sharded, equally.
+        group: tensor-parallel group of equal vocabulary shards.
 
     Returns:
         Log-probs and entropies (or None), per sample `[response rows on this rank]`, float32
-        (float64 for float64 logits). Under `"all_gather"` what `redistribute_to_zigzag` takes.
+        (float64 for float64 logits). Under `"all_gather"`: the input of `redistribute_to_zigzag`.
 
     Raises:
-        ValueError: arguments that do not agree with `packing`.
+        ValueError: arguments disagree with `packing`.
     """
     target = shifted_targets(tokens, packing)
     rows = flatten_logits(logits, packing)

@@ -32,17 +32,17 @@ class Packing:
 
     - `"none"`: every position is here; `cp_size` is 1.
     - `"zigzag"` (ring attention): each sample, padded to a multiple of `2 * cp_size`, is cut into
-      that many chunks; rank r holds chunk r and chunk `2 * cp_size - 1 - r`, which evens out the
-      work of causal attention.
+      that many chunks; rank r has chunks r and `2 * cp_size - 1 - r`. This balances causal
+      attention.
     - `"all_gather"`: the samples are concatenated first, and rank r holds rows `[r * rows, (r + 1)
       * rows)` of that, so a sample may lie on one rank or on several.
 
     Attributes:
         total_lengths: tokens of each sample, prompt and response.
         response_lengths: response tokens of each sample, at its end. At most `total_length - 1`:
-            the first token of a sample has no row that predicts it.
-        rows: rows of the logits on this rank, padding at the end included; None for as few as hold
-            the samples.
+            no row predicts the first token of a sample.
+        rows: rows of the logits on this rank, padding at the end included; None for the least
+            possible number.
         format: `"thd"` (packed) or `"bshd"` (padded).
         padded_length: `S`, the length every sample is padded to. Required for `"bshd"`, refused for
             `"thd"`.
@@ -51,7 +51,7 @@ class Packing:
         cp_size: ranks in the context-parallel group.
 
     Raises:
-        ValueError: lengths that do not fit together, too few rows, or `"bshd"` with `"all_gather"`.
+        ValueError: inconsistent lengths, too few rows, or `"bshd"` with `"all_gather"`.
     """
 
     total_lengths: Sequence[int]

@@ -55,17 +55,17 @@ def redistribute_to_zigzag(
 
     Args:
         values: by name, for instance `log_probs` and `entropy`, per sample the values of the
-            response tokens that this rank's rows predict (`packed.split_responses`): `[n]`
-            floating, one dtype per name, one device. None or an empty tensor where there are none;
-            None for a whole name that was not computed. The same names on all ranks.
+            response tokens predicted by this rank's rows (`packed.split_responses`): `[n]`
+            floating, one dtype per name, one device. None or an empty tensor if there are none;
+            None for an uncomputed name. The same names on all ranks.
         packing: this rank's rows, with `context_parallel="all_gather"`.
         group: the context-parallel group, of `packing.cp_size` ranks; None for the default group.
 
     Returns:
-        By name, per sample `[m]`: the values of the response tokens that this rank predicts under
-        zigzag, its first chunk's before its second's, bit-equal to what was given, in the name's
-        dtype on every rank. A name that is None on all ranks stays None. The tensors of a name
-        require a gradient exactly where some rank's values of that name do.
+        By name, per sample `[m]`: the values of the response tokens this rank predicts under
+        zigzag, its first chunk's before its second's, bit-equal to the input, in the name's dtype
+        on every rank. A name that is None on all ranks stays None. The tensors of a name
+        require a gradient if and only if some rank's values of that name do.
 
     Raises:
         ValueError: the values do not agree with `packing`, or not between ranks.
