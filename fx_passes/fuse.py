@@ -78,7 +78,7 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
         return _fuse(graph, config, fake_mode)
     if outcome.collectives_before != outcome.collectives_after:
         raise CannotExchange(
-            f"verify=True: {reason}; other ranks may not see that: give merge_collectives=False on all ranks"
+            f"verify=True: {reason}; other ranks may not see it: give merge_collectives=False on all ranks"
         )
     return Outcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
 

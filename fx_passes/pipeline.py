@@ -60,8 +60,8 @@ class Config:
     """What the passes are told: by the user, and about the graph at hand.
 
     Attributes:
-        by_rows: whether what else works row by row runs over chunks of rows.
-        lm_head: whether logits that a matmul makes are made in chunks.
+        by_rows: whether other row-by-row work runs over chunks of rows.
+        lm_head: whether a head's matmul and its loss run in chunks.
         small: which operators are formulas to the compiler; None where none is.
         inlines: whether they are put in here; in a dry run the operators stand for them.
         held: inputs that may not be overwritten, by their position, and why.
@@ -230,31 +230,31 @@ def _placeholders(graph: Graph, places: tuple[int, ...]) -> list[Node]:
 
 # fmt: off
 PASSES: tuple[Pass, ...] = (
-    Pass("function_outputs", "dynamo", "outputs of autograd.Functions that nothing reads are dropped (torch 2.11)",
+    Pass("function_outputs", "dynamo", "unread outputs of autograd.Functions are dropped (torch 2.11)",
          lambda gm, c: _counted(drop_unread_outputs(gm)), needed=True),
     Pass("collective_gradients", "dynamo", "in-place collectives keep the gradient of eager code",
          _keep_eager_gradients, needed=True),
     Pass("equal_heads", "dynamo", "one matmul for all readers of deferred logits", _share_heads, _heads),
-    Pass("row_demand", "dynamo", "rows of the logits that nothing reads are not computed", _demand_rows, _heads),
+    Pass("row_demand", "dynamo", "unread rows of the logits are not computed", _demand_rows, _heads),
     Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
-    Pass("stacks", "joint", "stacks that are reduced again, element by element",
+    Pass("stacks", "joint", "stacks reduced again are computed element by element",
          lambda graph, c: _counted(unstack(graph, c.min_vocab))),
-    Pass("picked_rows", "joint", "rows that are picked and summed are summed first",
+    Pass("picked_rows", "joint", "rows picked and then summed are summed first",
          lambda graph, c: _counted(sum_first(graph, c.min_vocab))),
     Pass("fuse", "joint", "softmax statistics and gradients become fused operators; collectives are merged", _fuse),
-    Pass("linear", "joint", "logits that a matmul makes are made in chunks",
+    Pass("linear", "joint", "a head's matmul and its loss run in chunks",
          lambda graph, c: linear(graph, c.linear).outcome(), _heads),
     Pass("sliced_gradients", "joint", "gradients of slices become gradients of all rows",
          lambda graph, c: _counted(compute_all_rows(graph, c.min_vocab)), _fused),
-    Pass("rows", "joint", "what else works row by row runs over chunks of rows", _by_rows, _rows),
-    Pass("whole_logits", "joint", "gradients of given logits have the shape in which they were given",
+    Pass("rows", "joint", "other row-by-row work runs over chunks of rows", _by_rows, _rows),
+    Pass("whole_logits", "joint", "gradients of reshaped logits get the shape of the input",
          lambda graph, c: _counted(use_whole_logits(graph)), _consumes),
-    Pass("mark_inputs", "joint", "inputs that backward may not write over are marked", _mark_inputs),
-    Pass("keep_given", "joint end", "what the graph is given is not computed again", _keep_given, needed=True),
-    Pass("inlined", "forward", "operators of few elements become formulas for inductor", _inline, _inlines),
-    Pass("writable", "saved", "large saved values become memory that inductor may reuse", _give_writable),
+    Pass("mark_inputs", "joint", "inputs backward must not overwrite are marked", _mark_inputs),
+    Pass("keep_given", "joint end", "inputs of the graph are not recomputed", _keep_given, needed=True),
+    Pass("inlined", "forward", "operators on few elements become formulas for inductor", _inline, _inlines),
+    Pass("writable", "saved", "large saved values become memory inductor may reuse", _give_writable),
     Pass("inlined", "backward", "the same", _inline, _inlines),
-    Pass("inplace", "backward", "gradients are written over the logits", _inplace),
+    Pass("inplace", "backward", "gradients overwrite the logits", _inplace),
 )
 # fmt: on
 

@@ -237,6 +237,6 @@ def find(interface: Interface) -> tuple[Any, str]:
 
 def _message(problems: list[str]) -> str:
     return (
-        f"torch {torch.__version__} lacks private interfaces that slime_compile uses: {'; '.join(problems)}. "
-        "Use a release of torch that README names, or a newer slime_compile"
+        f"torch {torch.__version__} lacks private interfaces used by slime_compile: {'; '.join(problems)}. "
+        "Use a release of torch named in docs/versions.md, or a newer slime_compile"
     )

@@ -30,7 +30,7 @@ INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
         "torch",
         (2, 11),
     ): "its other backends (inductor too) lose the gradient of an autograd.Function that works "
-    "in place, and crash where several threads compile at once",
+    "in place, and crash if several threads compile at once",
     (
         "torch",
         (2, 12),

@@ -254,7 +254,7 @@ def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
                 raise Refused("a softmax times the square of the logits")
             if factor is None:
                 raise Refused(
-                    "the logits meet their softmax in another scale, and that scale may be 0"
+                    "the logits meet their softmax in another scale, and the scale may be 0"
                 )
             b = b + term.a * factor
         if not (a.is_zero and b.is_zero):

@@ -154,7 +154,7 @@ def head_of(node: Node, emit: Emitter) -> Head:
     if len(shape_of(product)) == 3 and not same(shape_of(product)[0], 1):
         raise Refused("a batch of matrices is multiplied, each by a matrix of its own", product)
     if bias is not None and not _is_plain_bias(bias, made, product):
-        raise Refused("what is added to the matmul is not one number per column", made)
+        raise Refused("the matmul gets an addend other than one number per column", made)
     hidden, weight = operands[:2]
     weight = Matrix.of(weight, emit).t
     return Head(node, made, Matrix.of(hidden, emit), weight, bias, softcap)

@@ -78,7 +78,7 @@ def pieces_of(heads: Sequence[Node], chunk_bytes: int) -> Pieces:
 
 
 def _left(node: Node, reason: str) -> Rejection:
-    text = f"the program makes the logits in pieces, which stay as they are: {reason}"
+    text = f"the function computes the logits in pieces, and they stay as they are: {reason}"
     return Rejection(text, str(node.target), source_of(node))
 
 
@@ -89,9 +89,9 @@ def _why_not_kept(node: Node, late: set[Node]) -> str:
     """
     gradients = gradients_of(node)
     if not gradients:
-        return "their gradient is not made here"
+        return "their gradient is not computed here"
     if not late.issuperset(gradients):
-        return "their gradient is made where they are, and they are kept no longer"
+        return "forward computes their gradient and frees them"
     if "recompute" in node.meta:
         return "a checkpoint recomputes them in backward"
     return ""

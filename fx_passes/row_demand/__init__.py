@@ -47,7 +47,7 @@ class Demand:
     def __str__(self) -> str:
         where = f" of the logits at {self.source}" if self.source else ""
         return (
-            f"rows computed: {_told(self.rows)} of {_told(self.of)}{where}; nobody reads the others"
+            f"rows computed: {_told(self.rows)} of {_told(self.of)}{where}; the others are unread"
         )
 
 

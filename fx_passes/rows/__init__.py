@@ -274,7 +274,7 @@ def _check_unchanged(graph: Graph, loops: Sequence[Loop], region: Region) -> Non
     for loop in loops:
         for node in loop.body:
             if loop.backward and not changed.isdisjoint(node.all_input_nodes):
-                raise Refused("the function changes in place what a loop would read again", node)
+                raise Refused("the function changes in place a value a loop would read again", node)
 
 
 class _Emission:

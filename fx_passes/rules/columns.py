@@ -165,7 +165,7 @@ def _scattered(
     weight = _weight(c, form, src)
     shape = src.shape if isinstance(src, Form) else _shape_of_rows(src)
     if shape and not _matches(form, shape, index):
-        raise Refused("a scatter of only some of what is given")
+        raise Refused("a scatter of only some of the given values")
     return _written(c, node, form, index, weight, accumulate)
 
 

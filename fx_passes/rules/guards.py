@@ -316,7 +316,7 @@ def _nan_in_rows(c: Context, guarded: Form, form: Form) -> Form:
     """`form`, and NaN in the rows where the softmax that is guarded is."""
     softmax = nan_by_row(c, guarded) and guarded.exps[0].b.is_zero
     if not softmax or not form.is_affine or form.x not in (None, guarded.x):
-        raise Refused("where another value is NaN, NaN is put")
+        raise Refused("NaN is written at the NaN of another value")
     return form.with_(x=guarded.x, e=form.e + Poly.atom(no_softmax(c, guarded)))
 
 
@@ -395,7 +395,7 @@ def _where_rows(
 
 def _masked(form: Form, rows: Poly) -> Form:
     if is_infinite(form):
-        raise Refused("what is left out is filled with an infinite value")
+        raise Refused("masked columns are filled with an infinite value")
     return scaled(form, rows)
 
 

@@ -109,9 +109,9 @@ def plus(sign: float) -> Callable[..., Result]:
 def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = False) -> Form:
     """`result` of a sum or a product, as long as neither the logits nor a number per row vanished from it."""
     if summed and any(form.is_row and form.e.exceeds(SWALLOWS) for form in operands):
-        raise Refused("a constant is added in which logits would be lost")
+        raise Refused("a constant is added, and the logits would be lost in it")
     if summed and any(map(_may_cancel, operands)):
-        raise Refused("a sum of what is known and what is not meets more, and may cancel first")
+        raise Refused("a sum of a fused and an unfused value meets a third, and may cancel first")
     if summed and value(node).dtype.itemsize < torch.float32.itemsize and _may_cancel(result):
         raise Refused("half precision rounds a fused and an unfused operand before adding them")
     if _loses_rows(c, result, operands, in_a_sum=summed and is_backward(node)):
@@ -211,7 +211,7 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
             return scaled(mask.form, ZERO)
     one, two = pair(c, node, left, right)
     if is_infinite(one) or is_infinite(two):
-        raise Refused("a product with a constant that is not finite")
+        raise Refused("a product with an infinite or NaN constant")
     result = times(c, one, two)
     if not is_backward(node) and not result.exps and any(hot.multiplied for hot in result.hots):
         return result.with_(e=result.e + _nothing(c, one) + _nothing(c, two))

@@ -220,7 +220,7 @@ def _argmax(c: Context, form: Form, keepdim: bool) -> Node:
             "the place of a maximum of a value that is not a positive multiple of the logits"
         )
     if not all(map(c.statistics.is_one, form.e.atoms())):
-        raise Refused("the place of a maximum of logits that a number per row is added to")
+        raise Refused("the place of a maximum of logits plus a number per row")
     only_everywhere(form)
     assert form.x is not None
     call, shifted = c.emitter.call, bool(form.e.atoms())

@@ -77,7 +77,7 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
         Refused: W is a constant so much larger that `written` would be lost in it.
     """
     if form.is_row and form.e.exceeds(LARGE):
-        raise Refused("a number is written beside larger ones, in which it would be lost")
+        raise Refused("a number is added to larger ones and would be lost in them")
     return plus_column(c, form, index, (written - column(c, form, (index,))) * hit)
 
 

@@ -77,7 +77,7 @@ class Statistics:
     def of(self, form: Form, scale: Poly) -> Stats:
         """Statistics of `scale * x` for the form's logits."""
         if form.x is None:
-            raise Refused("a softmax of a value that no logits are in")
+            raise Refused("a softmax of a value without logits")
         return self._of(form.x, scale, form.vdim)
 
     def known(self, form: Form, scale: Poly) -> Stats | None:

@@ -278,7 +278,7 @@ class Walk:
         if value(root).dtype.itemsize > value(node).dtype.itemsize:
             text = (
                 f"{source_of(node) or 'a cast'} rounds a full-vocabulary value to {dtype_name(node)}; the rewrite keeps "
-                f"{dtype_name(root)}, since no such value is stored and the result is nearer to what the program means"
+                f"{dtype_name(root)}, because the value is not stored and the result is more accurate"
             )
             self.account.notes[node] = (root, text)
 

@@ -48,8 +48,8 @@ def _complete(error: RuntimeError) -> None:
     lines = _consumed_at()
     if lines:
         error.args = (
-            f"{said}\nIf these are logits, or a view of them: {_OPTION} has let the gradient at {', '.join(lines)} be "
-            "written over them, and another operation needs their values in backward. Compile without that option: "
+            f"{said}\nIf these are logits, or a view of them: {_OPTION} let the gradient at {', '.join(lines)} "
+            "overwrite them, and another operation needs their values in backward. Compile without that option: "
             "logits are then overwritten only if nothing else, autograd included, references them.",
         )
 

@@ -47,8 +47,8 @@ def _check(gm: GraphModule) -> None:
             written = node not in own and not memory.isdisjoint(writes.written(node))
             if written and (not _is_asked_for(each) or _is_read_again(each, node, computed)):
                 raise RuntimeError(
-                    "in a compiled function deferred logits must not be changed in place through a tensor that is made of "
-                    f"them, got {node.name} at {source_of(node)}, whose change no other reader would see. Call "
+                    "in a compiled function deferred logits must not be changed in place through another tensor computed from "
+                    f"them, got {node.name} at {source_of(node)}, because other readers would miss the change. Call "
                     "logits.tensor() once, change that tensor and read nothing else"
                 )
 

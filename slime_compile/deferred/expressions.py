@@ -170,7 +170,7 @@ class Product:
 
 
 _CHANGED = (
-    "deferred logits must be read before what they are made of changes: {} has been overwritten since the head ran "
+    "deferred logits must be read before their inputs change: {} has been overwritten since the head ran "
     "(optimizer.step, load_state_dict, an operator in place). Read them before, or keep `logits.tensor()`"
 )
 _FREED = (
@@ -246,15 +246,15 @@ class Applied:
         if self.kept is not None:
             return self.kept
         if self.expired:
-            raise RuntimeError(_CHANGED.format(f"what was given to `{self.name}`"))
+            raise RuntimeError(_CHANGED.format(f"an argument of `{self.name}`"))
         if torch.compiler.is_compiling():
             return _in_mode(self._computed, self.grad)
         assert self.before is not None
         if self.versions != self.read_versions():
-            raise RuntimeError(_CHANGED.format(f"what was given to `{self.name}`"))
+            raise RuntimeError(_CHANGED.format(f"an argument of `{self.name}`"))
         before = self.before.tensor()
         if before._version != self.before.kept_version:
-            raise RuntimeError(_CHANGED.format(f"what `{self.name}` was called on"))
+            raise RuntimeError(_CHANGED.format(f"the tensor of `{self.name}`"))
         self.kept = _once(self._computed, self.grad)
         self.kept_version = self.kept._version
         self.before = None  # whoever needs the whole logits beside it holds them

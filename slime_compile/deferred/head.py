@@ -41,7 +41,7 @@ def head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[str, nn.Mod
     name = next((name for name, each in model.named_modules() if each is found), None)
     if name is None:
         raise ValueError(
-            f"`head` must be a module of `model`, got one that {type(model).__name__} does not have: {_brief(found)}"
+            f"`head` must be a module of `model`, got a module outside {type(model).__name__}: {_brief(found)}"
         )
     _check(name or "the model", found)
     return name or type(found).__name__, found
@@ -114,8 +114,8 @@ def _check(name: str, head: nn.Module) -> None:
         )
     if method_of(head) != column_parallel.METHOD and type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"`head` must compute F.linear(hidden, weight, bias) and nothing else, got {name}: {_brief(head)}, which has "
-            f"a forward of its own; {_remedy(head)}"
+            f"`head` must compute F.linear(hidden, weight, bias) and nothing else, got {name}: {_brief(head)} with "
+            f"its own forward; {_remedy(head)}"
         )
 
 
@@ -132,5 +132,5 @@ def _remedy(head: nn.Module) -> str:
             "or merge the adapter first (merge_and_unload)"
         )
     if "bitsandbytes" in home or "torchao" in home:
-        return "a quantised head has no weight to multiply by: leave it out of what is quantised"
+        return "a quantised head has no weight to multiply by: exclude it from quantisation"
     return "compute the logits inside the compiled loss, or use slime_compile.linear_log_probs_and_entropy"

@@ -86,8 +86,8 @@ class DeferredLogits:
         self._check_fresh()
         if self.expression.requires_grad and within_function():
             raise RuntimeError(
-                "an autograd.Function must be given logits as a tensor, got deferred logits, which autograd does not "
-                "see. Call it with logits.tensor(), or compile slime_compile.with_tensors(loss): the matmul is in the graph "
+                "an autograd.Function must be given logits as a tensor, got deferred logits, and autograd does not "
+                "see those. Call it with logits.tensor(), or compile slime_compile.with_tensors(loss): the matmul is in the graph "
                 "all the same"
             )
         return self.expression.tensor()
@@ -95,8 +95,8 @@ class DeferredLogits:
     def _check_fresh(self) -> None:
         if self.version != self.memory.version:
             raise RuntimeError(
-                "deferred logits must not be read after they were changed in place through another view of them. "
-                "Read the view that was changed, change it out of place (logits / t instead of logits.div_(t)), "
+                "deferred logits must not be read after an in-place change through another view of them. "
+                "Read the changed view, change it out of place (logits / t instead of logits.div_(t)), "
                 "or call .tensor() on the logits first"
             )
 
@@ -142,7 +142,7 @@ class DeferredLogits:
         if partly or name not in (*IN_PLACE, "__setitem__"):
             raise RuntimeError(
                 f"in a compiled function deferred logits must not be changed by `{name}`; "
-                "call the method that returns a new value, or give the function logits.tensor()"
+                "call the out-of-place method, or give the function logits.tensor()"
             )
         copies = name == "__setitem__"
         plain = name if copies else IN_PLACE[name]
@@ -230,8 +230,8 @@ class DeferredLogits:
             return args[0]._apply(FUNCTIONS[func], args[1:], given)
         if torch.compiler.is_compiling() and changes(func, args, given):
             raise RuntimeError(
-                "in a compiled function deferred logits must not be given to a function that changes what it is given; "
-                "call the one that returns a new value"
+                "in a compiled function deferred logits must not be given to a function changing its arguments in place; "
+                "call the out-of-place function"
             )
         return func(*_tensors(args), **_tensors(given))
 
@@ -273,7 +273,7 @@ def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_unread(logits: DeferredLogits, what: str) -> None:
     if is_read(logits.expression):
         raise RuntimeError(
-            f"{what} must be told of deferred logits before a compiled function reads them, which has a matmul of its own. "
+            f"{what} must be told of deferred logits before a compiled function reads them, because that function has its own matmul. "
             "Call it before the loss, or give the loss logits.tensor()"
         )
 

@@ -157,7 +157,7 @@ def _own_inputs(module: Any) -> Inputs:
     """What the file says: a tuple of arguments, or a pair of that and of keyword arguments."""
     if not hasattr(module, "example_inputs"):
         raise Refused(
-            "the inputs must be given: define example_inputs() in the file, which returns a tuple of arguments, "
+            "the inputs must be given: define example_inputs() in the file, returning a tuple of arguments, "
             'or say --inputs "grad:f32[1024,32000] i64[1024]"'
         )
     found = module.example_inputs()

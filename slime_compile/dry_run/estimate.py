@@ -179,7 +179,7 @@ def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         raise RuntimeError(
             "fn must return the tensors backward starts from, or tuples, lists and dicts of them, since an argument "
             f"or a parameter requires grad; it returned {type(outputs).__name__} without a tensor that requires grad. "
-            "Return the loss, without calling backward; where forward alone is meant, call estimate_peak under torch.no_grad()"
+            "Return the loss, without calling backward; for forward alone, call estimate_peak under torch.no_grad()"
         )
     return found
 

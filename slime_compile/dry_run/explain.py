@@ -101,4 +101,4 @@ def _ended(error: Exception) -> str:
     cause = (
         getattr(error, "inner_exception", None) or error.__cause__ or error
     )  # under the backend's name
-    return f"the dry run ended here, what follows is not in this report: {type(cause).__name__}: {summary(str(cause))}"
+    return f"the dry run ended here; the rest of the function is not in this report: {type(cause).__name__}: {summary(str(cause))}"

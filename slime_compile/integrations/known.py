@@ -45,7 +45,7 @@ def known(
     taken = {name: _arguments_of(module, name) for name in arguments}
     if taken == arguments:
         return module
-    wanted = f"{home} must have functions that take {dict(arguments)}, got {taken}"
+    wanted = f"{home} must have functions with the arguments {dict(arguments)}, got {taken}"
     _tell(f"{package} {version}" if version else f"this {package}", wanted, instead)
     return None
 

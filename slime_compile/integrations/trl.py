@@ -30,7 +30,9 @@ _ARGUMENTS = {
         "logit_scale", "outputs",
     ],
 }  # fmt: skip
-_INSTEAD = "Compile the loss with torch.compile(..., backend='slime_fused') where TRL makes logits"
+_INSTEAD = (
+    "Compile the loss with torch.compile(..., backend='slime_fused') if your TRL computes logits"
+)
 
 
 class _OverOurOperators:

@@ -81,7 +81,7 @@ def check_stats(x: Tensor, scale: Tensor | None) -> None:
         x.shape[-1] > 0,
         lambda: (
             f"`x` must have a vocabulary of at least one column, got shape {list(x.shape)}; "
-            "is it a weight that has not been gathered yet?"
+            "has the weight not been gathered yet?"
         ),
     )
     if scale is not None:

@@ -100,7 +100,7 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
         return known
     path = _path(kernel, x)
     if path is None:
-        return UNCLEAR + "the code that calls it is not known"
+        return UNCLEAR + "the calling code is not known"
     least = path.least(seen.of_view)
     if isinstance(least, str):
         return UNCLEAR + least

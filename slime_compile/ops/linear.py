@@ -80,7 +80,7 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         weight.shape[0] > 0,
         lambda: (
             f"`weight` must have a vocabulary of at least one row, got shape {list(weight.shape)}; "
-            "is it a weight that has not been gathered yet?"
+            "has the weight not been gathered yet?"
         ),
     )
     if bias is not None:

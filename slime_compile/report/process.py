@@ -45,8 +45,8 @@ class Reports(list[Report]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, int) and not self:
             raise IndexError(
-                "there is no report: this process has called no function that "
-                'torch.compile(backend="slime_fused") made'
+                "there is no report: this process has called no function compiled "
+                'with torch.compile(backend="slime_fused")'
             )
         return super().__getitem__(at)
 

@@ -191,11 +191,13 @@ class Record:
             note = "loaded from torch's compile cache and not called yet"
             return self._unknown(note)
         if not parts and self.has_vocabulary:
-            note = "loaded from torch's compile cache, and nothing says what was fused; slime_compile.explain does"
+            note = "loaded from torch's compile cache, and the fused operators are unknown; slime_compile.explain shows them"
             return self._unknown(*self._notes, note)
         notes = list(self._notes)
         if not placements and any(_waits_for_placements(part) for part in parts):
-            notes.append("from torch's compile cache: the first backward tells what is in place")
+            notes.append(
+                "from torch's compile cache: in place or not is known after the first backward"
+            )
         notes += _uncounted(placements)
         return _merged(self.name, parts, placements, notes, cached=True)
 

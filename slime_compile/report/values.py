@@ -194,7 +194,7 @@ class Report:
         if left > max_full_vocabulary:
             yield f"at most {max_full_vocabulary} full-vocabulary values stored, got {left}"
         if unknown := sum(g.unknown for g in self.graphs):
-            yield f"no graph from torch's compile cache of which nothing is known, got {unknown}"
+            yield f"no unknown graph from torch's compile cache, got {unknown}"
         if len(self.breaks) > graph_breaks:
             yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
         if self.python_frames:
@@ -220,9 +220,9 @@ class Report:
 
     def _failures(self) -> Iterator[str]:
         if failed := sum(g.failed for g in self.graphs):
-            yield f"no pass that fails, got {failed}"
+            yield f"no failed pass, got {failed}"
         if raised := sum(g.raised and g.has_vocabulary for g in self.graphs):
-            yield f"no graph that cannot be compiled, got {raised}"
+            yield f"no uncompiled graph, got {raised}"
 
     def __str__(self) -> str:
         return text.render(self.to_dict())

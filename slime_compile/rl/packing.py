@@ -86,8 +86,8 @@ class Packing:
                 raise ValueError(f"`{name}` must be one of {', '.join(valid)}, got {value!r}")
         if self.format == "bshd" and self.context_parallel == "all_gather":
             raise ValueError(
-                "`format` 'bshd' cannot be used with `context_parallel` 'all_gather': that layout "
-                "cuts the concatenated samples, and padded samples are not concatenated; "
+                "`format` 'bshd' cannot be used with `context_parallel` 'all_gather': the layout "
+                "cuts concatenated samples, and padded samples are not concatenated; "
                 "use 'thd', or 'zigzag'"
             )
         if self.context_parallel == "none" and self.cp_size != 1:

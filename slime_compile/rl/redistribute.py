@@ -186,15 +186,15 @@ class _Agreed:
     def check(self, names: list[str]) -> None:
         if self.failed:
             raise RuntimeError(
-                f"ranks {self.failed} of the group were given values that do not agree with their "
-                "packing, see their own errors"
+                f"ranks {self.failed} of the group got values in disagreement with their "
+                "packing; see their own errors"
             )
         for name, listed, missing, dtypes in zip(
             names, self.listed, self.missing, self.dtypes, strict=True
         ):
             if listed and missing:
                 raise ValueError(
-                    f"`values[{name!r}]` is None on a rank that holds responses, and not on others"
+                    f"`values[{name!r}]` is None on a rank with responses, and not on others"
                 )
             if len(dtypes) > 1:
                 raise ValueError(
@@ -274,7 +274,7 @@ def _checked_group(packing: Packing, group: dist.ProcessGroup | None) -> dist.Pr
         )
     group = group if group is not None else dist.group.WORLD
     if group is None:
-        raise ValueError("`group` must be given where torch.distributed has no default group")
+        raise ValueError("`group` must be given if torch.distributed has no default group")
     if group.size() != packing.cp_size:
         raise ValueError(
             f"`group` must have packing.cp_size = {packing.cp_size} ranks, got {group.size()}"

@@ -347,7 +347,7 @@ def _scaled(model: Model) -> Model:
         (lambda m: (m, "head"), ValueError, "got 'head'; its widest linear modules are 'lm_head' (131 wide)"),
         (lambda m: (m, nn.Linear(8, 9)), ValueError, "`head` must be a module of `model`"),
         (lambda m: (m.body,), ValueError, "must have get_output_embeddings() or a module lm_head or output_layer"),
-        (lambda m: (m, "embedding"), ValueError, "torch.nn.modules.sparse.Embedding, which has a forward of its own"),
+        (lambda m: (m, "embedding"), ValueError, "torch.nn.modules.sparse.Embedding with its own forward"),
         (lambda m: (_scaled(m),), ValueError, "use slime_compile.linear_log_probs_and_entropy"),
         (lambda m: (_replaced(m),), ValueError, "with its forward replaced"),
         (lambda m: (_deferred(m),), ValueError, "must not be deferred already, got lm_head; call remove()"),
@@ -426,9 +426,9 @@ CHANGES = [
     (_view_then_parent, "through another view"),
     (_copy_is_apart, None),
     (_read_before, None),
-    (_item, "what `__getitem__` was called on has been overwritten"),
+    (_item, "the tensor of `__getitem__` has been overwritten"),
     (_augmented, None),
-    (_temperature_changes, "what was given to `div` has been overwritten"),
+    (_temperature_changes, "an argument of `div` has been overwritten"),
     (_copied_twice, None),
 ]
 
@@ -449,7 +449,7 @@ def test_in_place(program: Callable[[Any], Any], refused: str | None, tokens: Te
 def test_a_tensor_that_is_changed_under_what_was_made_of_it(tokens: Tensor) -> None:
     model = Model()
     defer_logits(model)
-    with pytest.raises(RuntimeError, match="what `mul` was called on has been overwritten"):
+    with pytest.raises(RuntimeError, match="the tensor of `mul` has been overwritten"):
         _kept_then_changed(model(tokens))
 
 

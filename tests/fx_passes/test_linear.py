@@ -271,7 +271,7 @@ REFUSED = [
     (_read_before_the_softcap, "the logits are read before their softcap by aten.argmax.default"),
     (_capped_in_bfloat16, "the softcap rounds the logits to a narrower dtype"),
     (_capped_without_gradient, "the gradient of the logits is read by aten.permute.default"),
-    (_matrix_added, "what is added to the matmul is not one number per column"),
+    (_matrix_added, "the matmul gets an addend other than one number per column"),
     (_rows_joined, "the gradient of some rows of the logits is computed separately"),
     (_batched, "a batch of matrices is multiplied"),
 ]

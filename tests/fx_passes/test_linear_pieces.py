@@ -236,8 +236,8 @@ def test_becomes_the_operators(fn: Loss, choice: str, graphs: list[Graph]) -> No
 
 
 STAYS = [
-    (taken_in_forward, "their gradient is made where they are, and they are kept no longer"),
-    (by_torch_func, "their gradient is made where they are, and they are kept no longer"),
+    (taken_in_forward, "forward computes their gradient and frees them"),
+    (by_torch_func, "forward computes their gradient and frees them"),
     (checkpoint_per_chunk, "a checkpoint recomputes them in backward"),
 ]
 
@@ -247,7 +247,9 @@ def test_stays_as_it_was(fn: Loss, reason: str, graphs: list[Graph]) -> None:
     compare(compiled(fn, chunk_mib=2 * 4 * PIECE * VOCAB), fn)
     mine = str(graphs[-1])
     found = [r["reason"] for r in last_report()["rejections"]]
-    assert f"the program makes the logits in pieces, which stay as they are: {reason}" in found
+    assert (
+        f"the function computes the logits in pieces, and they stay as they are: {reason}" in found
+    )
     torch._dynamo.reset()
     compare(compiled(fn, lm_head=False), fn)
     assert _without_regions(mine) == _without_regions(str(graphs[-1]))
@@ -279,7 +281,7 @@ def test_pieces_without_gradient(graphs: list[Graph]) -> None:
         inputs = example(ROWS)
         function = compiled(summed, chunk_mib=4 * PIECE * VOCAB)
         torch.testing.assert_close(function(*inputs), summed(*inputs))
-    text = "which stay as they are: their gradient is not made here"
+    text = "and they stay as they are: their gradient is not computed here"
     assert any(r["reason"].endswith(text) for r in last_report()["rejections"])
 
 

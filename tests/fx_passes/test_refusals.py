@@ -317,7 +317,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, zero_mask(s, x), number(s, 0.0), twice)
 
 
-@refused("where another value is NaN, NaN is put")
+@refused("NaN is written at the NaN of another value")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, s.call(aten.isnan.default, x), number(s, torch.nan), exponential(s, x))
 
@@ -327,23 +327,23 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, zero_mask(s, x), x)
 
 
-@refused("what is left out is filled with an infinite value")
+@refused("masked columns are filled with an infinite value")
 def _(s: Scratch, x: Node) -> None:
     keep = s.input("flags", (3, 1), torch.bool)
     s.call(aten.where.self, keep, x, number(s, -torch.inf))
 
 
-@refused("a product with a constant that is not finite")
+@refused("a product with an infinite or NaN constant")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, number(s, -torch.inf))
 
 
-@refused("a constant is added in which logits would be lost")
+@refused("a constant is added, and the logits would be lost in it")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.sub.Tensor, x, number(s, 1e30))
 
 
-@refused("a sum of what is known and what is not meets more, and may cancel first")
+@refused("a sum of a fused and an unfused value meets a third, and may cancel first")
 def _(s: Scratch, x: Node) -> None:
     p = exponential(s, x)
     s.call(aten.sub.Tensor, s.call(aten.add.Tensor, s.call(aten.sin.default, x), p), p)
@@ -377,7 +377,7 @@ short("a maximum over other dimensions than the vocabulary", aten.amax.default, 
 short("the place of a maximum over other dimensions than the vocabulary", aten.argmax.default, 0)
 
 
-@refused("the place of a maximum of logits that a number per row is added to")
+@refused("the place of a maximum of logits plus a number per row")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.argmax.default, s.call(aten.add.Tensor, x, s.input("rows", (3, 1))), -1)
 
@@ -480,7 +480,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter.value, x, -1, hits(s, 3, 2), 1.0)
 
 
-@refused("a scatter of only some of what is given")
+@refused("a scatter of only some of the given values")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter.src, exponential(s, x), -1, hits(s, 3, 1), rows(s, 3, 2))
 
@@ -527,7 +527,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.index_put.default, exponential(s, x), [s.iota(2), hits(s, 2)], number(s, 0.0))
 
 
-@refused("a number is written beside larger ones, in which it would be lost")
+@refused("a number is added to larger ones and would be lost in them")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, column_mask(s), x, number(s, -1e9))
 
@@ -746,7 +746,7 @@ def test_verified_graphs_that_differ() -> None:
 UNREACHABLE: set[str] = {
     "an index of another rank than the logits",
     "a full-vocabulary value is used as a condition",  # a condition is boolean, a form is not
-    "a softmax of a value that no logits are in",
+    "a softmax of a value without logits",
     "a condition that is not a row mask",
     "a size of a value without logits",
     "all rows are equal, and made of one",  # a loop over copies of one row does not pay

@@ -221,7 +221,7 @@ def test_moved(fn: Loss, rows: str, graphs: list[Graph]) -> None:
     (note,) = told(report)
     total = 6 if fn in (rows_of_pairs, behind_a_temperature_of_each_sequence) else ROWS
     assert note.startswith(f"rows computed: {rows} of {total} of the logits at {__file__}:")
-    assert note.endswith("; nobody reads the others")
+    assert note.endswith("; the others are unread")
     assert report["rejections"] == []
     assert not full_logits(graphs[-1])
     assert report["fused"] == 2

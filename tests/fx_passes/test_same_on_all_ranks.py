@@ -222,7 +222,7 @@ def test_a_mismatch_that_one_rank_finds_is_an_error(
 ) -> None:
     monkeypatch.setattr(fuse_module, "mismatch", lambda *_: "values differ")
     for strict in (True, False):
-        with pytest.raises(BackendCompilerFailed, match="other ranks may not see that"):
+        with pytest.raises(BackendCompilerFailed, match="other ranks may not see it"):
             exchanged(sent, LOSSES["log_probs_and_entropy"], 100, verify=True, strict=strict)
 
 

@@ -345,7 +345,7 @@ def _stats_of(hidden: Tensor, weight: Tensor, index: Tensor) -> None:
     [
         (lambda h, w, i: (h[0], w, i), r"`hidden` must have shape \[N, D\], got \[5\]"),
         (lambda h, w, i: (h, w[:, 1:], i), r"`weight` must have shape \[V, 5\], got \[37, 4\]"),
-        (lambda h, w, i: (h, w[:0], i), "has not been gathered yet"),
+        (lambda h, w, i: (h, w[:0], i), "has the weight not been gathered yet"),
         (lambda h, w, i: (h, w.double(), i), "`weight` must have the dtype of `hidden`"),
         (lambda h, w, i: (h, w.to("meta"), i), "`weight` must have the device of `hidden`"),
         (lambda h, w, i: (h, w, i[1:]), r"`index` must have shape \[13, M\], got \[12, 2\]"),

@@ -337,7 +337,7 @@ def with_a_fault(rank: int, fault: str) -> str:
         ("mixed", "ValueError: `values['entropy']` must have one dtype of", "RuntimeError"),
         ("rank", "ValueError: `packing.cp_rank` must be the rank in `group`, 1", "RuntimeError"),
         ("dtype", "ValueError: `values['entropy']` must have one dtype on all ranks", "ValueError"),
-        ("absent", "ValueError: `values['entropy']` is None on a rank that", "ValueError"),
+        ("absent", "ValueError: `values['entropy']` is None on a rank with", "ValueError"),
     ],
 )
 def test_every_rank_raises(fault: str, own: str, others: str) -> None:

@@ -192,7 +192,7 @@ def test_a_weighted_softmax_has_one_factor_of_the_logits() -> None:
 def test_a_scale_of_two_terms_has_no_inverse() -> None:
     """x = y / scale needs one."""
     two = exponential(scale=Poly.atom(R) + Poly.atom(Q))
-    with pytest.raises(Refused, match="and that scale may be 0"):
+    with pytest.raises(Refused, match="and the scale may be 0"):
         product(two, Form((ROWS, VOCAB), 1, X, f=ONE), column)
 
 
