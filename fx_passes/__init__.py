@@ -1,8 +1,8 @@
-"""Graph passes: recognise per-token log-probs and entropies by meaning, and rewrite them to two fused operators.
+"""Graph passes: recognise per-token log-probs and entropies by algebra, and rewrite them to fused operators.
 
-`pipeline.PASSES` lists them in their order, each with its stage and what it does; docs/design.md has the list.
+`pipeline.PASSES` lists them in their order, each with its stage and effect; docs/design.md has the list.
 
-Reading order: docs/design.md, `rules/__init__.py` (what is recognised), `algebra/` (forms), `walk/`, `fuse.py`.
+Reading order: docs/design.md, `rules/__init__.py` (the table of rules), `algebra/` (forms), `walk/`, `fuse.py`.
 Knows graphs only: no Triton, no import of `slime_compile`.
 """
 

@@ -1,4 +1,4 @@
-"""Dynamo's graph of an in-place collective, with the gradient that eager has.
+"""In-place collectives in Dynamo's graph get the gradient of eager code.
 
 Entry point: `keep_eager_gradients`, before AOTAutograd. `dist.all_reduce(x)` in differentiable code changes the values
 of `x` and is nothing to autograd: the gradient passes as it is. Dynamo traces it as `x.copy_(wait(all_reduce(x)))`,

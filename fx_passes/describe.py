@@ -1,4 +1,4 @@
-"""What the report says of a walk: what was fused, what was refused and why, and the bytes that backward keeps."""
+"""A walk as report entries: fused values, refusals with reasons, and the bytes saved for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal matmuls that make logits are one, and what is made of them in the same way is one too.
+"""Merges equal head matmuls into one, and equal computations on their results too.
 
 Entry point: `share_heads`, on Dynamo's graph: torch finds equal values after differentiation only, when each has a
 gradient of its own. A program that reads deferred logits twice has their matmul twice (`slime_compile.deferred`). The

@@ -1,4 +1,4 @@
-"""Dynamo's graph of an `autograd.Function`, without outputs that nobody reads.
+"""Drops unread outputs of an `autograd.Function` from Dynamo's graph.
 
 Entry point: `drop_unread_outputs`, before AOTAutograd. Torch 2.11 lets the forward of an `autograd_function_apply`
 return every value inside it as well. Where one of them is what an in-place operator or a wait hands on, one

@@ -1,4 +1,4 @@
-"""Fused operators of few elements become what they compute, which a compiler makes one kernel of with its neighbours.
+"""Fused operators on few elements become their formulas; the compiler fuses these with their neighbours.
 
 Entry points: `inline` on a graph after partitioning, where nothing is ever recomputed or saved anew; `is_small`, which
 also the joint graph can be asked. A call of an operator takes longer than its work where the logits have few elements.

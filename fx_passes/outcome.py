@@ -1,4 +1,4 @@
-"""What the fusing pass is told, and what every pass answers: plain frozen values.
+"""The configuration of the fusing pass and the answer of every pass: plain frozen values.
 
 Entry points: `FuseConfig` goes into `fuse`; each pass answers an `Outcome`, and `Outcome.then` adds those up.
 Symbolic sizes are kept as their text, so that a report can be made of it after the graph is gone.

@@ -1,4 +1,4 @@
-"""Full-vocabulary rows of which an index picks some, and that are then summed: summed over the vocabulary first.
+"""Full-vocabulary rows picked by an index and then summed: the sum over the vocabulary comes first.
 
 Entry point: `sum_first`, on the joint graph before `fuse`. `loss[mask].sum()` over `[..., V]`, how distillation drops
 the padding, writes the picked rows to memory, and backward scatters into zeros what is one number per row. As

@@ -1,4 +1,4 @@
-"""The passes, in the order in which they run, as data: `PASSES`.
+"""The passes in their order, as data: `PASSES`.
 
 Entry points: `PASSES`, which the backend's runner, `doctor` and the documents read; `Config`, what a pass is told. A
 pass is `(graph, config) -> Outcome`: it edits the graph or leaves it exactly as it was. In the stage "dynamo" it gets

@@ -1,4 +1,4 @@
-"""Logits that a function returns beside its loss: detached in the graph, with their own way back to what made them.
+"""Logits returned beside a loss: detached in the graph, with their own way back to their inputs.
 
 Entry point: `detach_returned`, on Dynamo's graph: AOTAutograd then gives backward a gradient of every output that may
 have one. Where the caller never differentiates the logits it is a tensor of zeros, as large as they are, to which the

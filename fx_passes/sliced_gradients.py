@@ -1,4 +1,4 @@
-"""The gradient of sliced logits, computed for the rows that the slice leaves out, too, and zero there.
+"""The gradient of sliced logits, computed for all rows; rows outside the slice get zeros.
 
 Entry point: `compute_all_rows`, on the joint graph once it is rewritten.
 

@@ -1,4 +1,4 @@
-"""Full-vocabulary values that are stacked and reduced over the stack again: element by element.
+"""Full-vocabulary values stacked and reduced again: computed element by element.
 
 Entry point: `unstack`, on the joint graph before `fuse`. `torch.logsumexp(torch.stack([a, b]), 0)`, a usual spelling of
 the logarithm of a mixture, writes both values to memory, and backward reads them again. As arithmetic on `a` and `b` it

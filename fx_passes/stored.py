@@ -1,4 +1,4 @@
-"""Which full-vocabulary values a rewritten graph stores; the others are parts of a kernel and never in memory.
+"""The full-vocabulary values a rewritten graph stores; the others are parts of a kernel and never in memory.
 
 Entry point: `stored_values`. The logits do not count, nor does one gradient of each.
 

@@ -1,4 +1,4 @@
-"""Every private interface of torch that `fx_passes` uses: facts about graphs, and what to do when one is gone.
+"""Every private interface of torch in `fx_passes`: its purpose, and the remedy if it is gone.
 
 Entry points: `from fx_passes.torch_private import <name>`, which looks the name up each time; `check`, `looked_up` and
 `find`, with which `slime_compile.torch_private` does the same for the backend's. A missing one gives one error that

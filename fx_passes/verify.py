@@ -1,4 +1,4 @@
-"""Translation validation: run a graph and its rewrite on the same random data and compare what they return.
+"""Translation validation: run a graph and its rewrite on the same random data and compare the results.
 
 Entry points: `trial_of`, `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for
 symbolic sizes), on the device of the inputs. Collectives are taken as if every rank had the same data.

@@ -1,4 +1,4 @@
-"""A gradient over logits that the function reshaped becomes a gradient over the logits as they were given.
+"""A gradient over reshaped logits becomes a gradient over the logits in their given shape.
 
 Entry point: `use_whole_logits`, on the joint graph after `fuse`. Where the loss starts with `logits.view(-1, V)`,
 `flatten` or `squeeze(0)`, `row_grad` reads the view, so the partitioner saves that: a tensor that has the logits'

@@ -1,4 +1,4 @@
-"""What a backward graph was given and nobody else sees: its compiler may write over it.
+"""Saved values without other references: the compiler of the backward graph may overwrite them.
 
 Entry point: `give_writable`, on the backward graph before it is compiled.
 """

@@ -1,4 +1,4 @@
-"""`python -m slime_compile doctor`: is this machine ready? Text that people paste into issues.
+"""`python -m slime_compile doctor`: checks this machine. The text belongs in a bug report.
 
 Entry points: `doctor` prints and returns an exit status, `examine` yields the findings. Each check is a function that
 yields findings; one that raises is a finding itself. Nothing is imported before it is asked for, so that a broken

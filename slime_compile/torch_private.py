@@ -1,4 +1,4 @@
-"""Every private interface of torch that this package uses, and what to do when one is gone.
+"""Every private interface of torch in this package, and the remedy if it is gone.
 
 Entry points: `from slime_compile.torch_private import <name>`, which looks the name up each time; `check`, which the
 backend calls when it is imported. A missing one gives one error that names this torch and what is missing, not an

@@ -1,4 +1,4 @@
-"""Full-vocabulary values as the pass sees them: a form over a root, or a mask that guards one.
+"""Full-vocabulary values in the algebra: a form over a root, or a mask guarding one.
 
     W = sum_j exp(y_j - shift_j) * (a_j + b_j * y_j)  +  e + f * x  +  sum_k weight_k * [v == index_k]
 

@@ -1,4 +1,5 @@
-"""Which all-reduces can be merged: what every forward node is to the other ranks."""
+"""Chooses the all-reduces to merge: can another rank compute each forward node, from its own or from gathered
+values?"""
 
 from __future__ import annotations
 

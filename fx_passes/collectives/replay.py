@@ -1,4 +1,4 @@
-"""Every rank's addends, computed on every rank from what was gathered once."""
+"""Computes every rank's addends on every rank, from values gathered once."""
 
 from __future__ import annotations
 

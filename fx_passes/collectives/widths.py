@@ -1,4 +1,4 @@
-"""How wide a vocabulary is in a graph whose ranks hold a shard of it each: as wide as what the ranks reduce.
+"""The width of a vocabulary in a graph over shards: the columns the ranks reduce.
 
 Entry points: `least_vocabulary`, and `least_before_autograd` for Dynamo's graph.
 """

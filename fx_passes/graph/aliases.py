@@ -1,4 +1,4 @@
-"""Which values of a graph may share memory, and which inputs it changes.
+"""Values of a graph with shared memory, and the inputs a graph changes.
 
 By storage and by the operators' own alias declarations; that a user wrote `clone()` proves nothing.
 """

@@ -1,4 +1,4 @@
-"""Which nodes of a joint graph belong to backward: one definition, written into torch's own tag, read by `is_backward`.
+"""The nodes of backward in a joint graph: one definition, written into torch's own tag, read by `is_backward`.
 
 Entry point: `mark_backward`, by which `fuse` begins; the passes after it keep the tags right.
 """

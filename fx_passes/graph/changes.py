@@ -1,4 +1,4 @@
-"""The inputs that a training graph changes in place: what may be read of them, and when.
+"""The inputs a training graph changes in place: safe reads, and their time.
 
 Entry points: `changes_of`, and `keep_out_of_backward` for the partitioner.
 """

@@ -1,4 +1,4 @@
-"""The fake value of a new node: what its operator would give.
+"""The fake value of a new node: its operator on fake operands.
 
 Entry point: `result_of`. Torch runs the operator on fake tensors; half of the passes' time was that. Arithmetic of
 tensors that are laid out alike gives one like them, which takes a tenth of it.

@@ -1,4 +1,4 @@
-"""Families of operators, each named once: what they do to a value, whatever it is.
+"""Families of operators, each named once: their effect on any value.
 
 Which of them a form survives, and how, is not said here but in `rules/`.
 """

@@ -1,4 +1,4 @@
-"""What comes before what: ancestors, descendants, what is computed at all, and nodes in an order that can run."""
+"""Order of nodes: ancestors, descendants, computed nodes, and an order able to run."""
 
 from __future__ import annotations
 

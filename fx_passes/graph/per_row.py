@@ -1,4 +1,4 @@
-"""Which values of a graph are numbers per row, by how they are made: their sizes may be those of logits by chance.
+"""Finds numbers per row by their computation: their sizes may equal those of logits by chance.
 
 Entry points: `numbers_per_row`, `exchanges`.
 """

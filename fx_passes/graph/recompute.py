@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping it.
+"""Values backward recomputes instead of saving them.
 
 Entry points: `recompute_elements`, for the partitioner, once the graph is rewritten; `keep_given`, once torch is done
 with it, too.

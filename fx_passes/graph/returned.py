@@ -1,4 +1,4 @@
-"""What a graph returns stays as many tensors as it was.
+"""Outputs of a graph stay separate tensors.
 
 Entry point: `Returned`, made before a rewrite. A view of an input stays one. Whoever changes one result in place must
 not find another one changed, nor an input, nor what backward has saved; and autograd takes a tensor that comes back

@@ -1,4 +1,4 @@
-"""What each ATen operator does to rows: where they lie in its result, and the same operator on some of them.
+"""The effect of each ATen operator on rows: their position in its result, and the same operator on some rows.
 
 Entry points: `block_of`, where the rows of a result are, from those of its operands; `step_of`, the operator over a
 chunk of the rows; `across`, an operator that adds over all rows. `_RULES` is the table.

@@ -1,4 +1,4 @@
-"""What a slice takes, whatever way its bounds are written: `bounds` and `takes_all`."""
+"""The extent of a slice, for every way to write its bounds: `bounds` and `takes_all`."""
 
 from typing import Any
 

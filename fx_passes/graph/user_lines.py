@@ -1,4 +1,4 @@
-"""Where the user wrote a node: the last frame of its stack trace that is not a library's, as `file:line`.
+"""The user's line of a node: the last frame of its stack trace outside of libraries, as `file:line`.
 
 Torch is one; `skip_folder` names others whose lines stand between the user's and the operator.
 """

@@ -1,4 +1,4 @@
-"""What the nodes of Dynamo's graph change: memory that they are given, or its gradient, by a hook.
+"""The memory changed by nodes of Dynamo's graph: their arguments, or a gradient by a hook.
 
 Entry points: `example` and `Writes`. Dynamo's graph calls what the program calls, before functionalisation, and no name
 says what that changes: `F.relu(x, True)`, `torch._foreach_mul_`, an operator that a library registers. So each node

@@ -1,4 +1,4 @@
-"""`linear`: the pass after `fuse`. Logits that only fused operators read, and that a matmul makes, are never whole.
+"""`linear`, the pass after `fuse`: a matmul and fused operators over its result run in chunks, without full logits.
 
     linear       looks at every matmul whose result has statistics, rewrites or says why not
     head         the matmul: hidden, weight, bias

@@ -1,4 +1,4 @@
-"""How logits [N, V] are cut into chunks: plain numbers, for the operators that cut and for the pass that tells of it.
+"""The sizes of chunks of logits [N, V]: plain numbers, for the operators and for the pass reporting them.
 
 All logits are cut into eighths, or quarters where an eighth has fewer than 512 rows, and a chunk is between 32 MiB and
 512 MiB: less would starve the matmuls, which read the whole weight for each chunk (on an H200, 8192 x 4096 x 128256 in

@@ -1,4 +1,4 @@
-"""How a value depends on the number that backward brings: not at all, or as a multiple of it.
+"""The dependence of a value on the upstream gradient: none, or a multiple of it.
 
 Entry points: `Units`, the values that no logits are in, and `degree_of_result`, of a pointwise operator. The gradient
 can be taken in forward of multiples only, with 1 in that number's place.

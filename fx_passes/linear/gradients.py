@@ -1,4 +1,4 @@
-"""Where the gradient of logits goes: into the matmuls that make the gradients of hidden and weight, and the bias's sum.
+"""The readers of the logits' gradient: the matmuls for hidden and weight, and the bias's sum.
 
 Entry point: `products_of`.
 """

@@ -1,4 +1,4 @@
-"""The matmul that makes logits: `mm`, `addmm`, a `bmm` over one matrix, or one of them plus a bias; perhaps capped.
+"""A head: `mm`, `addmm`, a `bmm` over one matrix, or one of them plus a bias; perhaps with a softcap.
 
 Entry point: `head_of`. A matrix is known by the node that it comes from and by whether it is seen turned, so that the
 weight of forward and its transpose in backward are recognised as one, however often either was permuted.

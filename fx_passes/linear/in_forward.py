@@ -1,4 +1,4 @@
-"""Whether the gradient of logits can be taken in forward, while a chunk of them is there, and the program that does.
+"""Can forward compute the gradient of the logits, chunk by chunk? If so, the program for it.
 
 Entry point: `in_forward`. Each row's coefficients of the gradient must follow from that row's own statistics and picked
 columns, from values that do not depend on these logits, and from one number that backward brings (the gradient of a

@@ -1,4 +1,4 @@
-"""How large the logits of a head are, and programs that cut the rows themselves, in a loop over chunks of them.
+"""The size of a head's logits, and user code splitting the rows itself, in a loop over chunks.
 
 Entry points: `sizes_of`, `pieces_of`. Each piece is a matmul of its own, no larger than a chunk; but all of them would
 be kept for backward, though an eager `autograd.Function` over chunks keeps none. So where they are more than a chunk

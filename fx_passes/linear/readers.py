@@ -1,4 +1,4 @@
-"""Who reads the logits: fused operators and gathers, through operators that move rows about.
+"""The readers of the logits: fused operators and gathers, through row moves.
 
 Entry point: `readers_of`. `Rows` replays what was done to the rows of the logits on anything else that has these rows:
 hidden states, columns to gather.

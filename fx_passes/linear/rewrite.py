@@ -1,4 +1,4 @@
-"""The edits: a `linear_row_stats` for each set of rows that statistics are taken of, a `linear_row_grad` per gradient.
+"""The edits: a `linear_row_stats` for each set of rows with statistics, a `linear_row_grad` per gradient.
 
 Entry point: `Rewrite`. New nodes are made first; `commit` puts them in the place of the old ones. Nothing here can
 refuse once `commit` has begun. Longer than other files, since all edits of a head stand together, in their order.

@@ -1,4 +1,4 @@
-"""Rows that a program takes apart and puts together again: `torch.stack([f(row) for row in logits])`, and its backward.
+"""Rows split and stacked again: `torch.stack([f(row) for row in logits])`, and its backward.
 
 Entry points: `part_of`, what a view takes of the first dimension, `addends`, what a sum is made of, parts that are
 written into zeros among it, and `are_all`.

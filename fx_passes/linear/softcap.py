@@ -1,4 +1,4 @@
-"""Logits that a softcap bounds: `softcap * tanh(logits / softcap)`, as Gemma has them.
+"""Logits under a softcap: `softcap * tanh(logits / softcap)`, as in Gemma.
 
 `fuse` takes `tanh(...)` for the logits, since only that is bent: the factor outside belongs to its scales and
 coefficients. Here it is a head like others, capped, its gradient multiplied by tanh's derivative.

@@ -1,4 +1,4 @@
-"""Rows of logits that nobody reads are not computed: the selection of rows moves before the matmul.
+"""Unread rows of logits are not computed: the selection of rows moves before the matmul.
 
     (hidden @ weight.t())[rows]  ->  hidden[rows] @ weight.t()
 

@@ -1,4 +1,4 @@
-"""The matmuls that make logits, as Dynamo's graph spells them."""
+"""The matmuls of heads, in the spellings of Dynamo's graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's modes (gradients, autocast, inference) at each node of Dynamo's graph, which switches them by nodes."""
+"""Torch's modes (gradients, autocast, inference) at each node of Dynamo's graph; nodes switch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that take or move rows, and the same done to something else that has these rows.
+"""Operators selecting or moving rows, and the same moves on another tensor with these rows.
 
 A row is a place in all dimensions but the last; a move that touches the last one is none. `kind_of` says what an
 operator does to rows; `Replay` does it to hidden states, or to a temperature of each row.

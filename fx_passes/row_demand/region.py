@@ -1,4 +1,4 @@
-"""What a program makes of logits up to the rows that it takes of them, and whether the others are read by anybody.
+"""The nodes from the logits to the selected rows; and does any other node read the other rows?
 
 Entry point: `region_of`. Between the matmul and what is taken there may be operators that work element by element with
 numbers, or with one number per row; behind the first selection there may be more selections and views.

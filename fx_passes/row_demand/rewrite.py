@@ -1,4 +1,4 @@
-"""The edits: rows of hidden are taken, the matmul is made over them, and what was done to the logits is done to these.
+"""The edits: select rows of hidden, multiply those, and repeat the logits' nodes on the result.
 
 Entry points: `place_of`, which may still refuse, and `rewrite`.
 """

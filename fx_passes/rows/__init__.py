@@ -1,4 +1,4 @@
-"""`by_rows`: the second tier, after `fuse` and `linear`. What works row by row runs over one chunk of rows at a time.
+"""`by_rows`, after `fuse` and `linear`: other row-by-row work runs over one chunk of rows at a time.
 
     by_rows    looks for regions, decides whether loops pay, and puts one operator in the place of each loop
     region     the part of a graph that works row by row (`graph/rows.py` says what each operator does to rows)

@@ -1,4 +1,4 @@
-"""Whether what a region makes in backward can be made in forward, in the loop that has the values at hand.
+"""Can forward compute a region's backward, in the loop with the values at hand?
 
 Entry point: `tangent_of`. The gradient of a scalar loss is a multiple of one number that backward brings, its tangent:
 torch's derivatives are linear in it, but for what a program does to gradients itself (a hook that clamps them, an

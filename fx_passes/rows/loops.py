@@ -1,4 +1,4 @@
-"""Which loops over chunks a region becomes, and what each of them makes.
+"""The loops of a region over chunks, and their results.
 
 Entry point: `loops_of`. A loop computes values for one chunk of rows after the other. A value that needs a sum over all
 rows, or something that the graph computes outside the region from results of a loop, is one *level* later; so is a

@@ -1,4 +1,4 @@
-"""A loop as text, for an operator that runs it: `slime_fused::row_loop`.
+"""A loop as text, run by the operator `slime_fused::row_loop`.
 
 Entry point: `Program`. NOTE [Loops as text] says how it looks; `slime_compile/ops/row_loop.py` reads it.
 

@@ -1,4 +1,4 @@
-"""The part of a graph that works row by row, around values that are as wide as a vocabulary.
+"""The part of a graph working row by row, around values as wide as a vocabulary.
 
 Entry point: `regions_of`. A region begins at a value whose columns are treated as alternatives (a gather, a maximum, a
 sort, a fused operator), and grows over everything that has the same rows: `steps` say how each node is computed over a

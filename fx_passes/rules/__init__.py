@@ -1,4 +1,4 @@
-"""What is recognised: one row per ATen operator, its rule on forms, and the algebraic identity in the row's comment."""
+"""The table of rules: one row per ATen operator, its rule on forms, and the algebraic identity as a comment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that begin full-vocabulary: constants, and row scalars spread over the vocabulary."""
+"""The first full-vocabulary values: constants, and row scalars broadcast over the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks over the vocabulary: comparisons that guard a limit, and what they choose between."""
+"""Masks over the vocabulary: comparisons guarding a limit, and selections by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indices that are known without data: numbers that count."""
+"""Indices known without data: consecutive numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands as forms of one shape: what a rule on two values begins with."""
+"""Operands as forms of one shape: the first step of a rule on two values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that only move rows: slices, selects, splits, reshapes, permutes and rolls.
+"""Operators moving rows only: slices, selects, splits, reshapes, permutes and rolls.
 
 A form whose rows are moved keeps its coefficients, moved alike; its logits become a view of the logits, and a `Step`
 remembers the way back, by which `row_writes.py` recognises what backward writes home. Rows that are picked by data

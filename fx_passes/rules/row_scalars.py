@@ -1,4 +1,4 @@
-"""What operators mean on row scalars: the polynomial that a node with one number per row computes.
+"""Operators on row scalars: the polynomial of a node with one number per row.
 
 None where a rule cannot say: the node is then an atom of its own. `MAX_TERMS` keeps polynomials small; beyond it a sum
 is an atom, too. So is what only tensors go into that are made of no logits, where nothing cancels: `r - q` spread over

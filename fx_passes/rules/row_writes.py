@@ -1,4 +1,4 @@
-"""Rows written home: pieces put into zeros, or joined, in the places that they were taken from.
+"""Rows written back: pieces put into zeros, or joined, at their former places.
 
 Backward writes the gradient of a slice into zeros (`slice_scatter`, `select_scatter`) or joins pieces (`cat`). Where a
 piece came from exactly there, the result is a form over the whole again, with coefficients that are zero elsewhere. So

@@ -1,4 +1,4 @@
-"""One walk over the joint graph: what every node is as a form, and the new nodes for what leaves.
+"""One walk over the joint graph: every node as a form, and the new nodes for values leaving the algebra.
 
 context.py      what a rule may use                  results.py    what a rule answers
 roots.py        logits and their moved rows          walk.py       the walk itself

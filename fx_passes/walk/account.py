@@ -1,4 +1,4 @@
-"""What the walk found that concerns the user's graph: what stands in for what, and what was refused.
+"""The walk's results for the user's graph: replacements and refusals.
 
 Only the walk writes it. `fuse.py` acts on it once all is accepted; `verdict.py` judges by it.
 """
@@ -28,7 +28,7 @@ class Account:
     Attributes:
         replacements: the new node that takes the place of a node of the user's.
         row_values: nodes of the user's that are a number per row: the report's label, and the root.
-        asked: roots that a rule was asked about, other than how to view them; any others are as if they were none.
+        asked: roots that at least one non-view rule has seen; the rest can be ignored.
         softmax_roots: roots over which a softmax is taken.
         gradients: every `row_grad` that was emitted, and its root.
         leaving: new nodes that are a full-vocabulary value where it leaves, and what it is.

@@ -1,4 +1,4 @@
-"""What a rule may use: meanings of nodes, roots, row scalars, statistics, and the emitter of new nodes.
+"""Everything a rule may use: meanings of nodes, roots, row scalars, statistics, and the emitter of new nodes.
 
 Nothing here says what becomes of the user's graph; that is `account.py`, which no rule sees.
 """

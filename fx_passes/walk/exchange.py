@@ -1,4 +1,4 @@
-"""Numbers per row that ranks exchange, without the offset of the logits that they have in common.
+"""Numbers per row for other ranks, without the common offset of the logits.
 
 Entry point: `exchanged`. Where each rank holds some columns, the largest of `s max(x)` is `s` times the largest of
 `max(x)`. Of a mean over all columns, to which each rank adds its share, what all have alike comes out, since the shares

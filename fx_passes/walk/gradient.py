@@ -1,4 +1,4 @@
-"""A full-vocabulary value that leaves: its coefficients packed for `row_grad`, one read of the logits and one write.
+"""A full-vocabulary value leaving the algebra: its coefficients for `row_grad`, one read of the logits and one write.
 
 Entry point: `row_grad`. The operator's arguments are described in docs/ops.md.
 """

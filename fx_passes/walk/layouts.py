@@ -1,4 +1,4 @@
-"""The strides that the user's own code relies on.
+"""Strides the user's own code relies on.
 
 Entry point: `keep_layouts`, once a walk is over and all readers are known.
 """

@@ -1,4 +1,4 @@
-"""Logits that forward changes in place: the softmax that it leaves in them, for backward to be computed from.
+"""Logits changed in place by forward: backward is computed from the softmax in them.
 
 Entry point: `softmax_left`. See NOTE [Logits that the graph changes] in `graph/changes.py`.
 """

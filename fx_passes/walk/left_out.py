@@ -1,4 +1,4 @@
-"""A softmax, or logits, without one of their columns: a sum of what is left would have the rounding of what is not.
+"""Refuses to remove a column from a softmax or from the logits: the difference would lose precision to cancellation.
 
 Entry point: `only_with_its_columns`, of every form that a rule makes.
 """

@@ -1,4 +1,4 @@
-"""What logits are near to: taken away before they are scaled, so that a common offset costs no digits.
+"""A value close to the logits, subtracted before scaling: a common offset then costs no digits.
 
 Entry points: `near`, of an exponential; `affine_center`, `only_one_offset` and `is_centered`, of what is linear in the
 logits.
@@ -140,7 +140,8 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
 
 
 def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
-    """For a scale of 1, `part` itself. Else the peak, and how far `part` is from it: the maximum of all shards, say."""
+    """For a scale that is a power of two, `part / scale`, exactly. Else the peak, and its
+    distance from `part`, such as the maximum of all shards."""
     number, stats = scale.as_number(), c.statistics.known(form, scale)
     if number is not None and math.frexp(abs(number))[0] == 0.5:
         return Near(part * Poly.number(1 / number), part)

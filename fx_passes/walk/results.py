@@ -1,4 +1,4 @@
-"""What goes into a rule and what comes out of it: plain values. Rules answer, the walk records."""
+"""Inputs and answers of rules: plain values. Rules answer, the walk records."""
 
 from __future__ import annotations
 

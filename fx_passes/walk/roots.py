@@ -1,4 +1,4 @@
-"""Roots, and what is made of them by moving rows.
+"""Roots, and their row moves.
 
 A root is a floating `[..., V]` value where full-vocabulary work starts: the logits. `x` is a root or a view of its rows
 (a slice, a sample, another order); a `Step` remembers how it was moved, and the way back. Row scalars of a root move

@@ -1,4 +1,4 @@
-"""The program's own sums of numbers per row in which an offset of the logits cancels: from what is left of them.
+"""The user's sums of numbers per row with a cancelling offset: computed without the offset.
 
 Entry point: `take_offsets_away`. `logsumexp - sum(p x)` is `log_sum - mean`, and `x[i] - logsumexp` is
 `(x[i] - max) - log_sum`: as the program writes them, they have the roundings of numbers as large as the offset.

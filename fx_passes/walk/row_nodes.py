@@ -1,4 +1,4 @@
-"""Nodes that compute polynomials in row scalars, and zero in the rows that a row mask takes out.
+"""Nodes for polynomials in row scalars; rows excluded by a row mask are zero.
 
 Entry points: `RowNodes.emit` and `emit_node`.
 """
@@ -48,7 +48,7 @@ class RowNodes:
         meanings: the polynomial that each node computes, as far as it was looked at.
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
         peaks: nodes that are the logit of each row that is largest once it is scaled.
-        levels: numbers per row that are as large as the logits, which may have an offset; of which logits.
+        levels: maps each per-row value that grows with a common offset of the logits to the logits it belongs to.
         guarded: products of which a factor may be 0, and takes out what it is multiplied with.
         nothing: nodes that are 0, or NaN.
         level_free: numbers per row of logits that an offset of theirs does not change.

@@ -1,4 +1,4 @@
-"""Row scalars: nodes with one number per row, as the polynomials that they compute, and back to nodes.
+"""Row scalars: nodes with one number per row as polynomials, and back to nodes.
 
 `meaning` reads what the user's nodes compute, by the table `rules.ROW_SCALARS`; `emit` (`row_nodes.py`) computes a
 polynomial by new nodes. Between the two the algebra is exact: a maximum that is added and taken away again is never

@@ -1,4 +1,4 @@
-"""What is known of numbers per row that ranks exchange, each of which holds some columns of the logits.
+"""Numbers per row exchanged by ranks, each with some columns of the logits.
 
 Written by `exchange.py`, and by the rules for sums over the vocabulary.
 """

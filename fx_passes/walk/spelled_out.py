@@ -1,4 +1,4 @@
-"""A full-vocabulary value that the user's own code goes on with: plain arithmetic instead of `row_grad`.
+"""A full-vocabulary value read by user code: plain arithmetic instead of `row_grad`.
 
 Entry point: `spell_out`, once a walk is over and all readers are known.
 """

@@ -1,4 +1,4 @@
-"""Row statistics: once per root and scale, on the highest ancestor that has the scale."""
+"""Row statistics: once per root and scale, on the highest ancestor with the scale."""
 
 from __future__ import annotations
 

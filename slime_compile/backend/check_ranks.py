@@ -1,4 +1,4 @@
-"""`check_ranks=True`: before anything hangs, the ranks of a group compare what they are about to exchange.
+"""`check_ranks=True`: the ranks of a group compare their planned exchange before they could hang.
 
 Entry points: `check` at compile time, `group_sizes` for the identity of compiled code. Compared are the collectives
 over each group, in order, with every value they are computed from. Not compared, since ranks may differ there: numbers

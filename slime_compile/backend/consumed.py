@@ -1,4 +1,4 @@
-"""Another operation needs logits that `consume_logits=True` may overwrite: it gets an error, or they are left alone.
+"""Another operation needs logits `consume_logits=True` may overwrite: it gets an error, or the logits stay.
 
 Entry points: `explain_errors`, `watching_hooks`. Autograd watches what it saved and raises "one of the variables needed
 for gradient computation has been modified by an inplace operation", of an operation that may be any of the model's.

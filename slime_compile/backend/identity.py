@@ -1,4 +1,4 @@
-"""What is known about a graph before it is compiled: its name, its identity, the inputs that may not be overwritten.
+"""Facts about a graph before its compilation: its name, its identity, the inputs to preserve.
 
 Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, which is in the identity of our passes in torch's caches.
 """

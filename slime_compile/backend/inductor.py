@@ -1,4 +1,4 @@
-"""`inner="inductor"`: our passes as inductor's custom passes, and what makes them safe in its compile cache.
+"""`inner="inductor"`: our passes as inductor's custom passes, safe in its compile cache.
 
 Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, and seen to once more after
 inductor's own passes, in `joint_custom_post_pass`; the backward graph is made in place in `post_grad_custom_post_pass`.

@@ -1,4 +1,4 @@
-"""What torch hands out, stage by stage, goes through the passes of `fx_passes.pipeline`, and into the report.
+"""The graphs of each stage go through the passes of `fx_passes.pipeline`, and into the report.
 
     prepare        Dynamo's graph                    before AOTAutograd: collectives, rows that are read
     run_fuse       joint graph, or inference graph   before partitioning

@@ -1,4 +1,4 @@
-"""Our entry in torch's table of backends, which threads may make at the same time.
+"""Our entry in torch's table of backends; several threads may add it at the same time.
 
 NOTE [First use from several threads]
 `torch.compile(backend="slime_fused")` looks into a table of loaded backends; where it finds none, it loads the entry

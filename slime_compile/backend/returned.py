@@ -1,4 +1,4 @@
-"""Logits that a compiled function returns, as autograd sees them: `fx_passes/returned_logits.py` has detached them.
+"""Returned logits as autograd sees them, after `fx_passes/returned_logits.py` has detached them.
 
 Entry point: `with_own_gradient`. Where the caller differentiates the logits, they are computed again from what their
 matmul was given, and their gradient goes on from there; where nobody does, nothing is.

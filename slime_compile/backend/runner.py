@@ -1,4 +1,4 @@
-"""The runner of `fx_passes.pipeline`: it guards, lints, traces and times the passes, and adds up what they answer.
+"""The runner of `fx_passes.pipeline`: it guards, lints, traces and times the passes, and adds up their outcomes.
 
 Entry points: `run`, one stage over one graph; `may_stay_unfused` and `leave_unfused`, for what the rest of torch cannot
 compile. A pass that fails is logged once and left out: its stage begins anew with the graph as it was. With strict=True

@@ -1,4 +1,4 @@
-"""Logits that a model hands out without making them, so that a compiled loss has their matmul in its graph.
+"""Lazy logits of a model: the head's matmul is in the graph of a compiled loss.
 
     handle       defer_logits: the head's forward hands out `DeferredLogits`; handle.remove() undoes it
     head         which module that is, and what must hold for it

@@ -1,4 +1,4 @@
-"""Whether an `autograd.Function` runs the line that makes or reads deferred logits.
+"""Does an `autograd.Function` run the line computing or reading deferred logits?
 
 Entry points: `run_by_function` where they are made, `within_function` where they are read. Autograd gives a Function's
 result the Function's backward if one of the arguments is a tensor that requires grad, and the result is one. Deferred

@@ -1,4 +1,4 @@
-"""What a compiled function changes in a tensor that it has computed of deferred logits: refused where it would be lost.
+"""In-place changes by a compiled function of tensors computed from deferred logits: refused if they would be lost.
 
 Entry point: `check_changes`, on Dynamo's graph. Each reader of deferred logits computes them again in the graph. A
 change in place of one such tensor (`logits.permute(1, 0, 2).mul_(2)`) is in that tensor alone, where in eager code all

@@ -1,4 +1,4 @@
-"""What deferred logits stand for: a product of hidden states and a weight, and what was done to it since.
+"""The value behind deferred logits: a product of hidden states and a weight, and the operations on it since.
 
 Entry points: `Product`, and `Applied`, a method of the tensor that another expression stands for. `tensor()` computes:
 in eager code once, in a function that is being compiled each time, since a value that is kept would leave the graph

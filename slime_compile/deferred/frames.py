@@ -1,4 +1,4 @@
-"""Functions that Dynamo traces as a part of the user's function, and never by themselves.
+"""Functions Dynamo traces as a part of the user's function, and never by themselves.
 
 Entry point: `only_inlined`.
 

@@ -1,4 +1,4 @@
-"""`defer_logits`: from now on the model's head hands out `DeferredLogits`; the handle that it returns undoes that."""
+"""`defer_logits`: from now on the model's head returns `DeferredLogits`; the returned handle undoes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module of a model makes logits, and what must hold so that it can hand them out later.
+"""Finds the head of a model, and checks the requirements for deferring it.
 
 Entry points: `head_of`, and `method_of`, which of its methods that is. The module must compute
 `F.linear(hidden, weight, bias)` and nothing else: only then is what it hands out later what it would have handed out

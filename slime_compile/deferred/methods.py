@@ -1,4 +1,4 @@
-"""Which methods of a tensor leave logits deferred, which change them, which are known without computing them.
+"""Methods of a tensor by their effect: logits stay deferred, change, or are described without computing them.
 
 An operator more that stays deferred is a name in `STAYS`; it must be the same on the meta device but for its numbers.
 """

@@ -1,4 +1,4 @@
-"""The user's lines at which deferred logits were computed in eager code, where no backend can save anything.
+"""The user's lines with full logits in eager code, out of reach of any backend.
 
 Entry point: `Places`. Each line is logged once if a gradient goes through it: there the loss is not compiled.
 """

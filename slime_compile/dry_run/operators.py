@@ -1,4 +1,4 @@
-"""Which ATen operators of a function reach the fusing pass, how often, at which of the user's lines, and with a rule?
+"""The ATen operators of a function in front of the fusing pass: count, user lines, and a rule or none.
 
 Entry point: `operators`. Many operators that a user writes are decomposed before: what arrives is what a rule has to
 know (docs/design.md).

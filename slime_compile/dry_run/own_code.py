@@ -1,4 +1,4 @@
-"""What a dry run traces: a copy of the user's function that Dynamo ties nothing else to."""
+"""The function a dry run traces: a copy of the user's function, unknown to Dynamo."""
 
 import contextlib
 import inspect

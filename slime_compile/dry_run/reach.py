@@ -1,4 +1,4 @@
-"""What Python code can assign to, as far as a walk from the user's function finds it, and putting it back.
+"""Everything Python code can assign to, found by a walk from the user's function, and its restoration.
 
 Entry point: `Reached`. The walk goes through dicts, lists, sets, closures, instances and their classes, and through the
 globals that the code of a function names, from there to those functions, and so on. Not looked into: functions,

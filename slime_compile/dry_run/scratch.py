@@ -1,4 +1,4 @@
-"""What the operators take when they run, made visible to a memory tracker.
+"""The scratch memory of the operators, made visible to a memory tracker.
 
 Entry point: `Scratch`. On fake tensors an operator makes its results and nothing else. Under this mode the buffers that
 the kernels over chunks of logits would have are alive beside them, and a gradient is the logits where it may be.

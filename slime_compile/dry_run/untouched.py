@@ -1,4 +1,4 @@
-"""What a dry run leaves as it was: the user's tensors and objects, `.grad`, and the generators of random numbers.
+"""State a dry run leaves unchanged: the user's tensors and objects, `.grad`, and random generators.
 
 Entry point: `untouched`, around the call of the user's function.
 

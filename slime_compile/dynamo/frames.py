@@ -1,4 +1,4 @@
-"""What Dynamo did with the frames it was given: which it split, and which it left to Python.
+"""Dynamo's frames: graph breaks, and frames running in Python.
 
 Entry points: `process_frames` and `breaks_without_graph` (this process so far), `Watch` (during one call),
 `graph_break` and `breaks_before` (one graph), `function_of`. A frame that Dynamo gives up has no graph, no graph break

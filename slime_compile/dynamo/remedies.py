@@ -1,4 +1,4 @@
-"""Opt-in help where Dynamo, before any backend is asked, leaves a trainer's loss to Python.
+"""Opt-in remedies for losses Dynamo runs in Python before asking any backend.
 
 Entry points: `inline_nested_compile`, `trace_distributed_nn` and `trace_async_all_reduce`. Each is called once, before
 the loss is compiled, holds for the whole process and can be called again without harm. A report names the remedy at a

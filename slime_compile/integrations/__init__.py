@@ -1,4 +1,4 @@
-"""What a trainer needs beside `torch.compile(..., backend="slime_fused")`, a file each; docs/integrations.md.
+"""One file per trainer, for its needs beyond `torch.compile(..., backend="slime_fused")`; docs/integrations.md.
 
     accelerate   TrainingArguments(torch_compile_backend="slime_fused"), Accelerator(dynamo_backend="slime_fused")
     trl          its fused head over our operators

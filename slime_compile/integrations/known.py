@@ -1,4 +1,4 @@
-"""How `enable()` knows what it replaces: by the package's release, and by the arguments that its functions take.
+"""`enable()` checks its target: the package's release, and the arguments of the functions to replace.
 
 Entry point: `known`.
 """

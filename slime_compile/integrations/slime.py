@@ -1,4 +1,4 @@
-"""slime's policy loss (0.3): `calculate_log_probs_and_entropy` compiled, for logits that are deferred, too.
+"""slime's policy loss (0.3): `calculate_log_probs_and_entropy` compiled, for deferred logits too.
 
 The function can be compiled as it stands, in one piece (`--log-probs-chunk-size` would unroll its loop). Its caller,
 `get_log_probs_and_entropy`, divides by the temperature before, though, which makes a tensor of the logits' size in both

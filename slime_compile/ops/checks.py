@@ -1,4 +1,4 @@
-"""What must hold for the operators' arguments; the kernels rely on it.
+"""Requirements on the operators' arguments; the kernels rely on them.
 
 Each raises RuntimeError with the name, what must hold and what was given. Under tracing a condition on symbolic sizes
 becomes a guard or an assertion at run time.

@@ -1,4 +1,4 @@
-"""The fused operators on the CPU: one vectorised pass each in C++ where it could be built, else plain torch.
+"""The fused operators on the CPU: one vectorised pass each in C++ if it could be built, else plain torch.
 
 `row_stats`, `row_grad` and `row_grad_` compute what `reference.py` says. `cpu_kernels.cpp` does it, which `native.py`
 builds and loads; without a compiler, and for dtypes it does not know, `torch_calls.py` does. Shapes are checked in

@@ -1,4 +1,4 @@
-"""Which variable holds a tensor? For the report's remedy, asked now and then for each gradient.
+"""Finds the variable referencing a tensor, for the report's remedy; asked now and then for each gradient.
 
 Entry point: `variables`. It looks at the local variables of every thread's frames, at the variables of their modules,
 and two levels deep into what these contain, for the tensor or another one with its memory; else at closures and

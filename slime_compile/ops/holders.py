@@ -1,4 +1,4 @@
-"""Who else can see a tensor? Asked by an operator in backward, before it writes over the tensor.
+"""Do other references to a tensor exist? An operator asks in backward, before it overwrites the tensor.
 
 Entry point: `why_not(x, frame)`. `add_path` names code that may call the operator, beside generated code.
 

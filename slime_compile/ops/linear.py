@@ -1,4 +1,4 @@
-"""The operators over logits that are never whole: schema, fake kernels, dispatch; importing this module registers them.
+"""The operators over chunks of logits: schema, fake kernels, dispatch; importing this module registers them.
 
     slime_fused::linear_row_stats   row statistics of hidden @ weight.t() + bias, and its columns   one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias                               one chunk of logits

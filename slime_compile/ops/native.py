@@ -1,4 +1,4 @@
-"""Builds `cpu_kernels.cpp` once per machine, loads it, and says what came of it: `functions`, `description`.
+"""Builds `cpu_kernels.cpp` once per machine and loads it: `functions`, `description`.
 
 The shared object lies in inductor's cache directory, under a name made of the source, torch's version and the vector
 instructions that torch uses in this process (ATEN_CPU_CAPABILITY is obeyed). Every process but the first finds it there

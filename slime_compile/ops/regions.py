@@ -1,4 +1,4 @@
-"""Which regions have run: an operator's `region` argument, counted when it is called.
+"""Regions with at least one run: an operator's `region` argument, counted at each call.
 
 A region's text is part of the generated code, so it also comes out of a warm compile cache, where no pass runs: see
 NOTE [How a report survives the compile cache].

@@ -1,4 +1,4 @@
-"""`slime_fused::row_loop`: a computation that works row by row, over one chunk of rows after the other.
+"""`slime_fused::row_loop`: a row-by-row computation, over one chunk of rows after the other.
 
 `fx_passes/rows/program.py` writes what it computes, NOTE [Loops as text] there says how it looks. Results with rows are
 buffers that each chunk writes its rows of; sums over rows are kept in float32 for half precision (float64 for float64)

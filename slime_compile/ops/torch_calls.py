@@ -1,4 +1,4 @@
-"""The fused operators on the CPU in plain torch over chunks of rows that stay in cache: where there is no compiler.
+"""The fused operators on a CPU without a compiler: plain torch over chunks of rows small enough for the cache.
 
 `row_stats` and `write_grad` compute what `reference.py` says, without any [N, V] temporary: a chunk of rows
 comes from memory once, and every further pass over it is served by the cache. The passes that only special values need

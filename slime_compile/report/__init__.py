@@ -1,10 +1,10 @@
-"""What was fused, what was not and why.
+"""Reports: fused operators, refusals and their reasons.
 
-    values    Report, and what it holds
-    text      a report's dict as text that a person reads
-    record    one graph while it is compiled
-    unfused   what was refused, where torch's compile cache has no operator of ours to tell it
-    process   everything that this process has compiled or loaded from torch's compile cache: `reports`, `summary`
+    values    Report and its parts
+    text      a report's dict as text
+    record    one graph during compilation
+    aside     graphs without our operators, beside torch's compile cache
+    process   all graphs this process has compiled or loaded from torch's compile cache: `reports`, `summary`
 
 `text` reads plain values, `values` calls `text`; no file of this folder imports the names below.
 """

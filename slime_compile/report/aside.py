@@ -1,4 +1,4 @@
-"""Reports that no operator of ours carries through torch's compile cache: of graphs that have none, or none any more.
+"""Reports of graphs without an operator of ours to carry them through torch's compile cache.
 
 Entry points: `keep` and `kept`. A file for each graph lies beside the code that torch keeps of it, named by the graph's
 identity. Where it is gone, or the code came from a cache that machines share, nothing is known of the graph.

@@ -1,4 +1,4 @@
-"""What this process has compiled or loaded from torch's compile cache: one record per graph that Dynamo asked for.
+"""The graphs this process has compiled or loaded from torch's compile cache: one record per graph of Dynamo.
 
 Entry points: `reports`, one by one; `summary`, in one.
 """

@@ -1,4 +1,4 @@
-"""One graph's report while it is compiled: what the passes tell, and what comes back from torch's compile cache.
+"""One graph's report during compilation: from the passes, or from torch's compile cache.
 
 Entry points: `Record`, written by the backend and read by `process.reports`; `describe`, a graph that `fuse` has seen.
 

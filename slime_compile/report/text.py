@@ -1,4 +1,4 @@
-"""A report's dict as text that a person reads and pastes into an issue; tables by `tabulate` where it is installed."""
+"""A report's dict as text, for people and bug reports; tables by `tabulate` if it is installed."""
 
 import importlib.util
 import re

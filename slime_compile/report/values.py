@@ -1,4 +1,4 @@
-"""A report as plain frozen values: `Report` holds `GraphReport`s, these hold what was fused, placed and refused.
+"""A report as plain frozen values: a `Report` has `GraphReport`s with fused values, placements and refusals.
 
 A person reads `str(report)`, a program `report.to_dict()`; the text is made from the dict.
 """

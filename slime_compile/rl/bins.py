@@ -1,4 +1,4 @@
-"""Sequences into bins: first-fit decreasing, which keeps a cap, and Karmarkar-Karp, which balances.
+"""Sequences into bins: first-fit decreasing keeps a cap, Karmarkar-Karp balances.
 
 Entry points: `first_fit_decreasing` and `karmarkar_karp`; both return the bin of each sequence. 100,000 sequences take
 less than a second.

@@ -1,4 +1,4 @@
-"""What a loss takes, by formula: the peak of one compiled under `slime_fused`, and the longest micro-batch that fits.
+"""The memory of a loss by formula: its peak under `slime_fused`, and the longest fitting micro-batch.
 
 Entry points: `peak_bytes`, `max_tokens_for`. `slime_compile.estimate_peak` looks at a real loss instead.
 """

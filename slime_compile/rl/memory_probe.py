@@ -1,5 +1,4 @@
-"""One line of log per training step: where its memory peaked, for how many tokens of how large a
-vocabulary.
+"""One line of log per training step: peak memory, tokens, vocabulary.
 
 Entry point: `memory_probe`, off unless `SLIME_MEM_PROBE` is set (or `enabled=True`), and then one
 look at the environment. On CUDA the numbers are the allocator's, and a probe within a probe is

@@ -1,4 +1,4 @@
-"""Micro-batches that fit: sequences put together so that no micro-batch has too many tokens.
+"""Micro-batches under a token cap.
 
 A loss over a vocabulary of 150,000 takes about a megabyte a token, so one micro-batch that is
 longer than planned ends the job. `partition_by_tokens` balances micro-batches and never exceeds the

@@ -1,4 +1,4 @@
-"""Samples in packed logits, so that the loss is one pass over all of them.
+"""Samples in packed logits: the loss is one pass over all of them.
 
 `Packing` says where they lie. `shifted_targets` gives every row its target, so that log-probs and
 entropy are computed on all rows at once; `response_slices` says which rows predict each sample's

@@ -1,4 +1,4 @@
-"""Where the samples of a micro-batch lie in its logits: `Packing` describes one rank's part.
+"""The positions of a micro-batch's samples in its logits: `Packing` describes one rank's part.
 
 A trainer's logits hold many samples: packed one after another (`thd`, `[1, T, V]`) or padded to one length (`bshd`,
 `[B, S, V]`), and under context parallelism each rank has only some positions of each.

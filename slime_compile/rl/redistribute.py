@@ -1,4 +1,4 @@
-"""From the all-gather layout to zigzag: per-sample values move to the ranks that train on them.
+"""From the all-gather layout to zigzag: per-sample values move to the ranks training on them.
 
 Under all-gather context parallelism a rank computes the log-probs of one contiguous piece of the
 concatenated samples; the rest of a trainer expects each sample in the two zigzag chunks of ring

@@ -1,4 +1,4 @@
-"""What `log_probs_and_entropy` and `linear_log_probs_and_entropy` share: numbers per row, whatever made the logits.
+"""Shared by `log_probs_and_entropy` and `linear_log_probs_and_entropy`: numbers per row.
 
 With y = logits / temperature, p = softmax(y) and H the entropy of p:
 
