@@ -24,9 +24,9 @@ Finished = Mapping[str, dict[str, Any]]
 """Cells by their names."""
 
 _TITLES = {
-    "given": "Logits given, forward and backward",
-    "inside": "Logits made inside the function (hidden @ weight.t()), forward and backward",
-    "no_grad": "Logits given, no gradient",
+    "given": "Logits passed in, forward and backward",
+    "inside": "lm_head inside (hidden @ weight.t()), forward and backward",
+    "no_grad": "Logits passed in, no gradient",
 }
 
 

@@ -64,7 +64,7 @@ def _bar_chart(
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.spines[["top", "right"]].set_visible(False)
-    if any(series):
+    if any(series) and len(series) > 1:
         axis.legend(fontsize=7, frameon=False)
 
 
