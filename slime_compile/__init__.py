@@ -1,4 +1,4 @@
-"""slime_compile: a torch.compile backend without the memory peak of losses over a large vocabulary.
+"""slime_compile: a torch.compile backend that cuts the peak memory of losses over a large vocabulary.
 
     loss_fn = torch.compile(loss_fn, backend="slime_fused")       needs no import of this package
 
