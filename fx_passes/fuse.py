@@ -262,7 +262,7 @@ def _with_columns(walk: Walk) -> set[Node]:
 
 
 def _erase_exchanged(graph: Graph, replacements: Iterable[Node]) -> None:
-    """All-reduces in whose place another one stands: a collective runs although nobody reads it."""
+    """Replaced all-reduces: a collective runs even if its result is unread."""
     waits = [node for node in replacements if node.target is c10d.wait_tensor.default]
     unread = [wait for wait in waits if not wait.users]
     for wait in unread:

@@ -92,7 +92,7 @@ def _replace(
 
 
 def _erase_unread(graph: Graph, nodes: list[Node]) -> None:
-    """Those that nobody reads, and what only they have read."""
+    """Unread nodes, and nodes read by those alone."""
     erased: set[Node] = set()
     while nodes:
         node = nodes.pop()

@@ -42,7 +42,7 @@ _CHANGED = "the function changes them in place"
 
 
 Consume = Literal["auto", True, False]
-"""Whether logits that the caller passed in may be overwritten; "auto": where nobody can see it."""
+"""Whether logits that the caller passed in may be overwritten; "auto": if nothing else references them."""
 
 Owner = Literal["", "graph", "caller", "anyone"]
 """Whose logits `row_grad_over` writes over, as it is told; "" where it is not needed."""

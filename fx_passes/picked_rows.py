@@ -121,7 +121,7 @@ def _sum_first(emit: Emitter, pick: Node) -> None:
 
 
 def _is_put_into_zeros(put: Node) -> bool:
-    """And read by element only: nobody sees that the columns share their memory."""
+    """And read by element only: no reader sees the shared memory of the columns."""
     zeros: Any = put.args[0]
     views = _views_of_rows(put)
     readers = [u for shown in (put, *views) for u in shown.users if u not in views]

@@ -129,7 +129,7 @@ def _special(values: torch.Tensor) -> None:
 
 
 def _with_garbage(value: Any) -> Any:
-    """Every fifth row NaN, the next one inf, as in rows that nobody wrote: where a program masks them, so must we."""
+    """Every fifth row NaN, the next one inf, as in unwritten rows: if a program masks them, so must the rewrite."""
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or value.dim() < 2:
         return value
     made = value.clone()

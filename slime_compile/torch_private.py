@@ -175,7 +175,7 @@ INTERFACES = {
     ),
     "TracingContext": Interface(
         "torch._guards:TracingContext",
-        "fw_metadata.bw_donated_idxs: inputs of a backward graph that nobody else sees",
+        "fw_metadata.bw_donated_idxs: inputs of a backward graph without other references",
         "without it nothing may be written in place",
         ("try_get",),
     ),
@@ -296,7 +296,7 @@ INTERFACES = {
     "Tensor": Interface(
         "torch:Tensor",
         "who else holds a tensor, what it is a view of, whether it was changed",
-        "see storage_use_count; deferred logits check that nobody changed their operands",
+        "see storage_use_count; deferred logits check their operands for changes",
         ("_use_count", "_base", "_version"),
     ),
     "UntypedStorage": Interface(
@@ -308,7 +308,7 @@ INTERFACES = {
     "storage_use_count": Interface(
         "torch._C:_storage_Use_Count",
         "who else has the logits' memory",
-        "NOTE [How an operator knows that nobody else can see a tensor]: without a count nothing is overwritten",
+        "NOTE [How an operator counts the references to a tensor]: without a count nothing is overwritten",
     ),
     "graph_is_kept": Interface(
         "torch._C._autograd:_get_current_graph_task_keep_graph",

@@ -190,7 +190,7 @@ def masked_softmax_returned(logits: Tensor, allowed: Tensor, target: Tensor) -> 
 
 
 def scaled_logits_returned(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """The loss, and the logits that it is of, for whoever wants them; they have a gradient that nobody asks for."""
+    """The loss and its logits; the caller does not differentiate the logits."""
     scaled = logits / 0.7
     return F.cross_entropy(scaled, target), scaled
 

@@ -61,7 +61,7 @@ def compiled(case: str, way: str) -> dict[str, float]:
 
 
 def built() -> dict[str, float]:
-    """Seconds to build the CPU operators where nobody has yet, and to load them where somebody has."""
+    """Seconds to build the CPU operators on a fresh machine, and to load them after that."""
     from slime_compile.ops import native
 
     with tempfile.TemporaryDirectory() as folder:

@@ -52,7 +52,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class _Step:
-    """Forward and backward of a program over logits that somebody else made, as after a model."""
+    """Forward and backward over given logits, as after a model."""
 
     def __init__(self, name: str, dtype: torch.dtype, way: str) -> None:
         how = WAYS[way]

@@ -108,7 +108,7 @@ def times(setting: Setting, seconds: float) -> dict[str, list[float]]:
 
 
 def _keep_freed_memory() -> None:
-    """glibc gives a few MB back to the system at every other step: page faults, of whoever allocates next."""
+    """glibc gives a few MB back to the system at every other step: page faults at the next allocation."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 
 class _Handed(torch.autograd.Function):
-    """Hands over a tensor as something that was computed: no leaf, nobody holds it, and its gradient is kept."""
+    """Hands over a tensor as a computed one: no leaf, unreferenced, with its gradient kept."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, step: "Step") -> Tensor:
@@ -66,7 +66,7 @@ class Step:
         self._anchor = torch.zeros((), device=problem.case.device, requires_grad=True)
 
     def take(self) -> Tensor:
-        """The given logits; whoever gets them is their only owner, until `prepare` makes others."""
+        """The given logits; the caller gets the only reference, until `prepare` makes others."""
         logits = self.problem.wide.pop()
         return logits.detach()
 

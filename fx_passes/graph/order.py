@@ -61,7 +61,7 @@ def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = Fa
 
 
 def _effects(graph: Graph) -> Iterator[Node]:
-    """What runs whoever needs it. Torch takes long to tell, so it is asked once for each operator."""
+    """Operators that run even if unread. Torch answers slowly, so each operator is asked once."""
     known: dict[object, bool] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -77,7 +77,7 @@ def _effects(graph: Graph) -> Iterator[Node]:
 
 
 def tidy(graph: Graph) -> None:
-    """Nodes after their inputs, and none that nobody needs."""
+    """Needed nodes, each after its inputs."""
     sort(graph)
     graph.eliminate_dead_code()
 

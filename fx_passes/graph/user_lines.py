@@ -15,7 +15,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
 def skip_folder(folder: str) -> None:
-    """From now on frames of files below `folder` are nobody's."""
+    """From now on frames of files below `folder` are not the user's."""
     if folder not in _LIBRARIES:
         _LIBRARIES.append(folder)
 

@@ -193,7 +193,7 @@ def _parts(node: Node) -> tuple[Node, Node | None] | None:
 
 
 def _alone(node: Node, reader: Node) -> Node | None:
-    """The matmul without bias under views that `node` is, where nobody but `reader` sees it."""
+    """The matmul without bias under the views of `node`, if `reader` is its only reader."""
     while list(node.users) == [reader] and node.op == "call_function":
         if node.target in PRODUCTS:
             return node

@@ -45,7 +45,7 @@ class _Columns:
     Attributes:
         index: [N, M]
         taken: gathers, each with what makes it of what was taken, [N, M].
-        of_all_rows: each gather's rows are all rows, or a part of them that nobody else writes over.
+        of_all_rows: each gather's rows are all rows, or a part of them without another writer.
     """
 
     index: Node

@@ -11,7 +11,7 @@ that are left out, and a sum where rows are taken twice.
     rewrite  the new nodes
 
 Moved are selections by slices, numbers, indices and masks, and what is joined of them, behind casts, softcaps, numbers
-and temperatures; several selections become one matmul. A graph stays as it was where somebody reads all rows or nearly
+and temperatures; several selections become one matmul. A graph stays as it was if another node reads all rows or nearly
 all, where a value is changed in place or the gradient is switched between matmul and selection.
 """
 

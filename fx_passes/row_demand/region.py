@@ -44,7 +44,7 @@ class Region:
         inner: of each node of the region, the value whose rows it has, or some of them.
         points: nodes that work element by element.
         takes: nodes that leave rows out, and what is made of their rows.
-        boundary: those of `takes` that somebody outside reads, in the order of the graph.
+        boundary: those of `takes` with a reader outside, in the order of the graph.
     """
 
     head: Head
@@ -160,7 +160,7 @@ def _is_one(size: object) -> bool:
 
 
 def _bounded(region: Region) -> bool:
-    """Finds the boundary; False where somebody outside reads all rows."""
+    """Finds the boundary; False if a node outside reads all rows."""
     while True:
         region.boundary = [n for n in region.inner if _read_outside(region, n)]
         if any(n not in region.takes for n in region.boundary):

@@ -96,7 +96,7 @@ def regions_of(graph: Graph, min_vocab: int) -> list[Region]:
 
 
 def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
-    """Values whose columns somebody treats as alternatives."""
+    """Values with a reader treating their columns as alternatives."""
     seen: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not _is_about_columns(node):

@@ -50,7 +50,7 @@ def _is_iota(node: Node) -> bool:
 
 
 def _is_written_down(node: Node) -> bool:
-    """`[0, 1, 2, ...]` or `range(n)` in the user's code: a constant that is only copied, so nobody changes it."""
+    """`[0, 1, 2, ...]` or `range(n)` in the user's code: a constant that is only copied and never changed."""
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return False
     constant = getattr(node.graph.owning_module, str(node.target), None)

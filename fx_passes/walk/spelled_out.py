@@ -45,7 +45,7 @@ _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 
 
 def spell_out(c: Context, account: Account) -> None:
-    """Arithmetic in place of each `row_grad` whose value nobody needs in memory."""
+    """Arithmetic in place of each `row_grad` whose value is not needed in memory."""
     replaced: dict[Node, list[Node]] = {new: [] for new in account.leaving}
     for old, new in account.replacements.items():
         if new in replaced:

@@ -1,6 +1,6 @@
 """One walk over the joint graph, in order: each node is read by the table of rules, and the answer is recorded.
 
-Nothing of the user's graph is edited here: new nodes are added that nobody uses yet, and `Account.replacements` says
+Nothing of the user's graph is edited here: new, unused nodes are added, and `Account.replacements` says
 what `fuse.py` puts in place of which node once all is accepted.
 """
 

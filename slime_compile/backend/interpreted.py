@@ -113,7 +113,7 @@ def _call_once(args: list[Any]) -> Any:
 
 
 def _steps(gm: GraphModule) -> list[tuple[Node, Callable[..., Any], list[Node]]]:
-    """What is called at each node, and whose values nobody needs afterwards."""
+    """The call at each node, and the values unneeded after it."""
     last_use: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         last_use.update(dict.fromkeys((node, *node.all_input_nodes), node))

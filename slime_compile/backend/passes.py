@@ -171,7 +171,7 @@ def run_inplace(
     """The passes over a backward graph.
 
     Args:
-        donated: positions of the placeholders that nobody but it can see.
+        donated: positions of the placeholders without other references.
         inline: whether inductor will compile it; in a dry run the operators stand for what it would make of them.
     """
     config = _config(options, record, donated=tuple(donated), inlines=inline)
@@ -222,7 +222,7 @@ def set_region(nodes: Sequence[Node], region: str) -> None:
 
 
 def donated_inputs() -> tuple[int, ...]:
-    """Positions of the placeholders that nobody but the backward graph that is compiled can see."""
+    """Positions of the placeholders referenced by this backward graph alone."""
     metadata = _metadata()
     return tuple((metadata.bw_donated_idxs if metadata is not None else None) or ())
 

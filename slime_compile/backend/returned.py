@@ -1,7 +1,7 @@
 """Returned logits as autograd sees them, after `fx_passes/returned_logits.py` has detached them.
 
-Entry point: `with_own_gradient`. Where the caller differentiates the logits, they are computed again from what their
-matmul was given, and their gradient goes on from there; where nobody does, nothing is.
+Entry point: `with_own_gradient`. If the caller differentiates the logits, backward recomputes them from the inputs
+of their matmul, and their gradient continues there. Otherwise nothing is computed.
 """
 
 import contextlib

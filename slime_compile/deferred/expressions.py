@@ -257,7 +257,7 @@ class Applied:
             raise RuntimeError(_CHANGED.format(f"the tensor of `{self.name}`"))
         self.kept = _once(self._computed, self.grad)
         self.kept_version = self.kept._version
-        self.before = None  # whoever needs the whole logits beside it holds them
+        self.before = None  # other readers of the full logits have their own reference
         return self.kept
 
     def empty(self) -> Tensor:

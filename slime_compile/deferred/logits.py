@@ -51,7 +51,7 @@ skip_folder(str(Path(__file__).parent))  # a report names the line that reads lo
 
 
 class _Memory:
-    """What a tensor and its views share: how often somebody has changed it."""
+    """Shared by a tensor and its views: the number of its changes."""
 
     def __init__(self) -> None:
         self.version = 0

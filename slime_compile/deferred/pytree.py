@@ -2,7 +2,7 @@
 
 FSDP and DDP look for tensors in what a module returns.
 
-The one leaf is hidden, to which they tie their hooks. A leaf that somebody has replaced is taken for hidden if it
+The one leaf is hidden, to which they tie their hooks. A replaced leaf is taken for hidden if it
 holds the same numbers, also in another dtype or without gradient: then the same was meant of the logits. Anything else
 (twice the leaf is not twice the logits, where there is a bias) is an error.
 """

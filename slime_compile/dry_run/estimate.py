@@ -4,7 +4,7 @@ Entry point: `estimate_peak(fn, *args, kwargs=...)`. The function is compiled as
 `inner="aot_eager"`, over fake tensors: its forward and backward graphs run operator by operator, every value lives
 until its last use, and torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
 
-Logits that are no leaf count as held by nobody but the call, as `consume_logits="auto"` finds them in a training step.
+Non-leaf logits count as referenced by the call alone, as `consume_logits="auto"` finds them in a training step.
 Counted too: the chunk of logits that an operator over chunks holds while it runs. Not counted: what the row operators
 take for themselves (on the CPU without a compiler buffers for a chunk of rows, a few MiB a thread), and what the
 allocator rounds up to. Where element-wise values of the vocabulary's size are left to inductor, the estimate is an

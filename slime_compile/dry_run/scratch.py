@@ -43,7 +43,7 @@ class Scratch(TorchDispatchMode):
 
 
 def _over(x: Tensor, *arguments: Any) -> bool:
-    """As if nobody but the call held what it is given, and nobody retained the graph."""
+    """As if the call had the only references to its arguments, and the graph were not retained."""
     *_, owner, _ = arguments
     return owner != "anyone" or not (x.is_leaf and x.requires_grad)
 

@@ -3,7 +3,7 @@
 Entry points: `process_frames` and `breaks_without_graph` (this process so far), `Watch` (during one call),
 `graph_break` and `breaks_before` (one graph), `function_of`. A frame that Dynamo gives up has no graph, no graph break
 and only a log line; what remains is torch's own record per compiled frame, the last 64 of them. Frames of torch's own
-files (a hook of FSDP's) are nobody's loss.
+files (a hook of FSDP's) are no loss.
 """
 
 import dataclasses

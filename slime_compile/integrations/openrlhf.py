@@ -109,7 +109,7 @@ class _Readings:
                 actor.temperature = temperature
                 _call.reset(token)
             if isinstance(found, tuple):
-                found[1]["logits"] = None  # not scaled, and held for nobody
+                found[1]["logits"] = None  # unscaled and unread
             return found
 
         known.theirs, known.readings = forward, self  # type: ignore[attr-defined]

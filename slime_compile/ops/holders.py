@@ -2,15 +2,15 @@
 
 Entry point: `why_not(x, frame)`. `add_path` names code that may call the operator, beside generated code.
 
-NOTE [How an operator knows that nobody else can see a tensor]
+NOTE [How an operator counts the references to a tensor]
 Whoever can still read a tensor after backward owns a reference: to the Python object (a variable of any frame, a
 container, a closure, NumPy's array), to the C++ tensor (what another node of autograd saved, a view's base), to the
 storage (a view, a detached alias, DLPack), or to the storage's Python object. Each of the four is counted. A view owns
 the tensor that it is a view of (from torch 2.15 on, what a compiled function saved may be one): the references to that
 one, in Python and C++, are counted, too. The caller of the operator and the call itself own some. How many is no
 constant: it depends on Python, torch and the code that calls. So it is measured, once per process, path, and for views
-and other tensors: the operator is called with tensors that nobody holds, through the same code, and then with each kind
-of holder, which must be seen. Counts that are exactly those of "nobody" mean nobody.
+and other tensors: the operator is called with unreferenced tensors, through the same code, and then with each kind
+of holder, which must be seen. Counts equal to those of an unreferenced tensor mean: no other reference.
 
 That is right only if the code at hand owns at least what the measured code did. Measured is the least that there can
 be: one local name. That the calling frame has exactly one name for the tensor is looked up once for each place that
@@ -18,7 +18,7 @@ calls; where it cannot be looked up (a C++ caller, a frame that is not known), n
 
 No count shows a retained graph, memory that is not torch's own or that another process maps, a leaf, a weak reference,
 a mode that sees every operator's arguments: each is asked for by itself. Outside
-a backward of autograd's engine (compiled autograd among them) the answer is always that somebody may see it.
+a backward of autograd's engine (compiled autograd among them) the answer is always: another reference may exist.
 """
 
 import inspect
@@ -66,7 +66,7 @@ def counts(python: int, x: Tensor) -> Counts:
     """All of them, `python` being `sys.getrefcount(x)` of the kernel's own parameter.
 
     How many references a call of a Python function owns is not the same every time: Python 3.11 and later run such
-    calls without a C call between, until somebody (Dynamo, in any thread) has installed a frame evaluator of their own.
+    calls without a C call between, until Dynamo or another package, in any thread, has installed a frame evaluator.
     """
     storage = x.untyped_storage()
     own = Counts(
@@ -87,7 +87,7 @@ def keeps_graph() -> bool:
 
 
 def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
-    """Why `x` may not be overwritten, or "" if nobody else can see it.
+    """Why `x` may not be overwritten, or "" if nothing else references it.
 
     Args:
         seen: the `counts`, before anything else was done.
@@ -171,10 +171,10 @@ class _Path:
         self._lock = threading.Lock()
 
     def least(self, of_view: bool) -> Counts | str:
-        """The counts of a tensor that nobody holds, or why there is no clear answer; measured at the first call.
+        """The counts of an unreferenced tensor, or why there is no clear answer; measured at the first call.
 
         Args:
-            of_view: of a view of a tensor that nobody else holds, instead.
+            of_view: of a view of an otherwise unreferenced tensor, instead.
         """
         with self._lock:
             if of_view not in self._least:
@@ -308,7 +308,7 @@ def _measure(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
 def _seen(
     call: Callable[[list[Any]], Any], make: Callable[[], Tensor], hold: Callable[[Tensor], object]
 ) -> Counts | None:
-    """The counts that the operator saw; None where something still held a tensor of nobody's afterwards."""
+    """The counts that the operator saw; None if something still referenced the tensor afterwards."""
     made = [make()]
     dead = weakref.ref(made[0])
     holder = hold(made[0])

@@ -317,7 +317,7 @@ def _overwrite(
     x: Tensor, terms: Tensor, affine: Tensor, index: Tensor, weight: Tensor, softmax: bool
 ) -> None:
     kernels_of(x).row_grad_(x, terms, affine, index, weight, softmax)
-    # Kernels may write by address, which autograd does not see: whoever saved x must get an error, not other values.
+    # Kernels may write by address, unseen by autograd: readers of a saved x must get an error, not other values.
     torch.autograd.graph.increment_version(x)
 
 

@@ -249,7 +249,7 @@ def _row_loop_over(
     with torch.no_grad():
         found = run_loop(every, whole, sizes, program, compiled, chunk_bytes, target)
     if target is not None:
-        # whoever saved x must get an error, not other values
+        # readers of a saved x must get an error, not other values
         torch.autograd.graph.increment_version(x)
     return found
 

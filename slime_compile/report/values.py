@@ -26,15 +26,15 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One gradient: written over the logits or beside them.
+    """One gradient: does it reuse the logits' buffer?
 
     Attributes:
-        in_place: over them; None where that is decided at each call, and was decided differently or not yet.
-        reason: why not, the latest.
-        owner: "" where all is decided when the graph is compiled; else whose the logits are: "graph", nobody else's,
-            and "caller", who allows it: over them unless the graph is retained; "anyone": where nobody else sees them.
-        calls: of the gradient in this process, where something is decided at run time.
-        over: those that wrote over the logits.
+        in_place: True or False if known. None if each call decides: before the first call, or after mixed results.
+        reason: the latest reason against it.
+        owner: "" if the compiler decides. Otherwise the owner of the logits: "graph" and "caller" reuse the buffer
+            unless the graph is retained, "anyone" if nothing else references the logits.
+        calls: calls of the gradient in this process, if calls decide.
+        over: calls with a reused buffer.
     """
 
     source: str
