@@ -2,7 +2,7 @@
 
 Entry point: `TRAINERS`: what each is, and a function that takes a few of its steps. It raises ImportError where the
 package is not installed. Nothing is downloaded. The vocabulary is what a loss needs to be recognised, all else is as
-small as may be: who holds the logits while backward runs is decided by the trainer's code alone.
+small as may be: references to the logits during backward depend on the trainer's code alone.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from bench.cases.losses import world
 
 VOCAB, TOKENS = 2048, 12
-STEPS = 4  # reports look for the variable that holds the logits at calls 1, 2, 4, ...; figures are of the last one
+STEPS = 4  # reports look for the variable referencing the logits at calls 1, 2, 4, ...; figures are of the last one
 
 compiled = functools.partial(torch.compile, backend="slime_fused", dynamic=False)
 

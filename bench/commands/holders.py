@@ -1,4 +1,4 @@
-"""`python -m bench holders`: who holds the logits in real trainers while backward runs.
+"""`python -m bench holders`: references to the logits in real trainers during backward.
 
 Entry point: `main`. Each trainer takes a few steps in a process of its own; what the report counted and named is the
 cell. A trainer that is not installed is a row that says so. Sizes are tiny and no memory or time is measured: README's
@@ -23,17 +23,17 @@ def main(options: argparse.Namespace) -> None:
     store = Store(options.out, "holders", resume=options.resume)
     cells: Cells = {name: functools.partial(cell, name) for name in TRAINERS}
     run_cells(store, cells)
-    headers = ["where the loss is compiled", "gradients over the logits", "else, who holds them"]
+    headers = ["where the loss is compiled", "gradients over the logits", "otherwise referenced by"]
     rows = [[name, *_texts(store.cells[name])] for name in TRAINERS]
     write_table(
-        store, [("Who holds the logits while backward runs, consume_logits='auto'", headers, rows)]
+        store, [("References to the logits during backward, consume_logits='auto'", headers, rows)]
     )
 
 
 def cell(name: str) -> dict[str, Any]:
     found = in_fresh_process(counted, name)
     if not found["calls"]:
-        raise CellFailed("no gradient asked who holds the logits")
+        raise CellFailed("no gradient counted the references to the logits")
     return found
 
 

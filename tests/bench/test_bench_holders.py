@@ -39,7 +39,7 @@ def test_a_loop_that_keeps_the_output() -> None:
 
 def test_nothing_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRAINERS, "nothing", lambda: None)
-    with pytest.raises(CellFailed, match="no gradient asked who holds the logits"):
+    with pytest.raises(CellFailed, match="no gradient counted the references to the logits"):
         holders.cell("nothing")
 
 
