@@ -38,8 +38,7 @@ def mask_form(c: Context, mask: Mask) -> Form:
         beside = None if term.b.is_zero else (term.scale, term.shift)
         return mask.form.with_(exps=(), e=Poly.atom(rows), beside=beside)
     if mask.guard is Guard.ROW:
-        rows = c.emitter.cast(masked_rows(c, mask), torch.float32)
-        rows = c.emitter.align(rows, len(mask.form.shape))
+        rows = c.emitter.align(masked_rows(c, mask), len(mask.form.shape))
         return mask.form.with_(e=Poly.atom(rows))
     if mask.guard is not Guard.COLUMN or mask.negated:
         raise Refused(f"a mask is used as a number: {mask.guard.value}")
@@ -65,14 +64,13 @@ def nan_by_row(c: Context, form: Form) -> bool:
 
 
 def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:
-    """The column of `[v == index]`, 0 where there is none, and 1 or 0: an index that is compared may miss."""
+    """The column of `[v == index]`, 0 where there is none, and whether there is one: a compared index may miss."""
     assert mask.index is not None, mask
     call, index = c.emitter.call, c.emitter.cast(mask.index, torch.int64)
     inside = call(aten.lt.Scalar, index, c.size_of(mask.form, mask.form.vdim))
     hits = call(aten.bitwise_and.Tensor, call(aten.ge.Scalar, index, 0), inside)
     zero = c.emitter.full([], 0, torch.int64, index)
-    hit = c.rows.place(c.emitter.cast(hits, torch.float32))
-    return c.emitter.where(hits, index, zero), Poly.atom(hit)
+    return c.emitter.where(hits, index, zero), Poly.atom(c.rows.place(hits))
 
 
 def masked_rows(c: Context, mask: Mask) -> Node:
