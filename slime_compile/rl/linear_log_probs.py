@@ -44,6 +44,7 @@ def linear_log_probs_and_entropy(
     entropy_grad: bool = True,
     vocab_start: int | None = None,
     sum_hidden_grad: bool = True,
+    ignore_index: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_probs_and_entropy(F.linear(hidden, weight, bias), target)`, with one chunk of the logits at a time.
 
@@ -68,6 +69,7 @@ def linear_log_probs_and_entropy(
         sum_hidden_grad: with a group, sum hidden's gradient over the ranks? False if the function returning hidden
             does so itself (Megatron's copy_to_tensor_model_parallel_region and
             gather_from_sequence_parallel_region).
+        ignore_index: tokens with this target, like -100, have log-prob 0 without a gradient; their entropies stay.
 
     Returns:
         `log_probs` [...] and `entropy` [...] or None, float32 (float64 for float64 logits). The gradients of hidden,
@@ -85,6 +87,7 @@ def linear_log_probs_and_entropy(
     log_probs, entropy, _ = log_probs_entropy_and_hits(
         hidden, weight, target, bias, group, temperature,
         with_entropy=with_entropy, entropy_grad=entropy_grad, vocab_start=vocab_start, sum_hidden_grad=sum_hidden_grad,
+        ignore_index=ignore_index,
     )  # fmt: skip
     return log_probs, entropy
 
@@ -101,11 +104,18 @@ def log_probs_entropy_and_hits(
     entropy_grad: bool = True,
     vocab_start: int | None = None,
     sum_hidden_grad: bool = True,
+    ignore_index: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The same, and [...] bool: whether the target's logit is the largest of its row, or as large as it."""
+    """The same, and [...] bool: whether the target's logit is the largest of its row, or as large as it.
+
+    False where the target is ignored.
+    """
     hidden, weight, bias = _as_autocast(hidden, weight, bias)
     _check_head(hidden, weight, bias)
     check_rows(hidden.shape[:-1], target, temperature)
+    ignored = None if ignore_index is None else target == ignore_index
+    if ignored is not None:
+        target = target.masked_fill(ignored, 0)
     column = columns_of(target, weight.shape[0], group, vocab_start)
     if group is None:
         check_columns(column, weight.shape[0], "first dimension of `weight`")
@@ -125,7 +135,10 @@ def log_probs_entropy_and_hits(
         sum_hidden_grad,
     )
     shape = target.shape
-    return log_probs.view(shape), None if entropy is None else entropy.view(shape), hits.view(shape)
+    log_probs, hits = log_probs.view(shape), hits.view(shape)
+    if ignored is not None:
+        log_probs, hits = log_probs.masked_fill(ignored, 0), hits & ~ignored
+    return log_probs, None if entropy is None else entropy.view(shape), hits
 
 
 def _as_autocast(*tensors: Tensor | None) -> list[Any]:

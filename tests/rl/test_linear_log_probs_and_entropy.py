@@ -312,6 +312,28 @@ def test_target_out_of_range() -> None:
         linear_log_probs_and_entropy(H, W, T + V)
 
 
+def test_ignored_targets(gen: torch.Generator) -> None:
+    """Log-prob 0 without a gradient, no hit; entropies as of any token."""
+    head, target = _sample(gen, torch.float64)
+    ignored = torch.rand(N, generator=gen) < 0.3
+    target = target.masked_fill(ignored, -100)
+    head = [each.requires_grad_() for each in head]
+    log_probs, entropy, hits = log_probs_entropy_and_hits(
+        *head[:2], target, head[2], ignore_index=-100
+    )
+    logits = F.linear(*head)
+    wanted = -F.cross_entropy(logits, target, reduction="none", ignore_index=-100)
+    plain = logits.log_softmax(-1)
+    torch.testing.assert_close(log_probs, wanted)
+    torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1))
+    assert torch.equal(hits, (logits.argmax(-1) == target))
+    weights = torch.randn(N, generator=gen, dtype=torch.float64)
+    mine = torch.autograd.grad((log_probs * weights).sum(), head)
+    torch.testing.assert_close(mine, torch.autograd.grad((wanted * weights).sum(), head))
+    with pytest.raises(IndexError):
+        linear_log_probs_and_entropy(*head[:2], target)
+
+
 def test_weight_without_memory() -> None:
     """As FSDP leaves it when it has sharded the parameter again."""
     freed = torch.zeros(V, D)
