@@ -1,4 +1,7 @@
-"""Check this machine, or show what the backend fuses in a function. Each command has its own `--help`."""
+"""Check this machine, show what the backend fuses in a function, or estimate its peak memory.
+
+Each command has its own `--help`.
+"""
 
 import argparse
 import sys
@@ -14,26 +17,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2, if the arguments are unusable.
     """
-    parser = argparse.ArgumentParser(prog="python -m slime_compile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="slime-compile", description=__doc__)
     parser.add_argument("--version", action="version", version=f"slime_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="check this machine; include the output in bug reports")
-    explaining = commands.add_parser(
-        "explain", help="a dry run: the report of a function, without computing anything"
-    )
+    runs = {
+        "explain": commands.add_parser(
+            "explain", help="a dry run: the report of a function, without computing anything"
+        ),
+        "estimate": commands.add_parser(
+            "estimate", help="a dry run: the peak memory of a function, without that memory"
+        ),
+    }
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] != ["explain"]:
+    name = given[0] if given else ""
+    if name not in runs:
         parser.parse_args(given)
         return doctor()
     from slime_compile.dry_run import command  # imports torch
 
-    explaining.description = command.__doc__
-    explaining.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_arguments(explaining)
+    runs[name].description = command.__doc__
+    runs[name].formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_arguments(runs[name], estimates=name == "estimate")
     try:
         return command.run(parser.parse_args(given))
     except command.Refused as refused:
-        print(f"slime_compile explain: {refused}", file=sys.stderr)
+        print(f"slime_compile {name}: {refused}", file=sys.stderr)
         raise
 
 

@@ -39,7 +39,7 @@ from slime_compile.backend.passes import (
 )
 from slime_compile.backend.registration import allow_again
 from slime_compile.backend.returned import with_own_gradient
-from slime_compile.backend.runner import leave_unfused, may_stay_unfused
+from slime_compile.backend.runner import leave_unfused, may_stay_unfused, tell_nothing_fused
 from slime_compile.report.process import keep
 from slime_compile.report.record import Record
 from slime_compile.torch_private import functorch_config
@@ -102,6 +102,7 @@ def _compiled(
             leave_unfused(chosen, record, error)
             compiled = compiled_by_inner()
     record.publish()
+    tell_nothing_fused(record)
     if not record.traced:
         compiled = noting_first_call(compiled, record)
     if chosen.consume_logits is True:

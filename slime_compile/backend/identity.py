@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 import fx_passes
-from fx_passes.graph.user_lines import source_of
+from fx_passes.graph.user_lines import frames, source_of
 from slime_compile.backend.options import Options
 from slime_compile.dynamo.frames import compile_id, graph_break
 from slime_compile.ops import native
@@ -30,8 +30,10 @@ def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     """What is known about a graph from the start."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
     unkeyed = (_rank(gm), _shared(example_inputs), native.has_vectors())
+    name = _name(gm)
+    _name_caller(gm)
     return Record(
-        _name(gm),
+        name,
         _identity(gm, options, held, unkeyed),
         held,
         unkeyed=unkeyed,
@@ -129,10 +131,31 @@ def _name(gm: GraphModule) -> str:
     name = outermost_frame(next((t for t in traces if t), ""))
     if name and not name.partition(" (")[2].startswith(_TORCH):
         return name
-    caller: FrameType | None = sys._getframe()
-    while caller is not None and not is_users(caller.f_code):
-        caller = caller.f_back
+    caller = _caller()
     if caller is None:
         return name or "a graph without user code"
     called = name.partition(" (")[0] or "a function of torch's"
     return f"{called} (called at {caller.f_code.co_filename}:{caller.f_lineno})"
+
+
+def _name_caller(gm: GraphModule) -> None:
+    """Operators of a function of torch's own (`torch.compile(F.cross_entropy)`) are at the line that calls it."""
+    nodes = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    traces = [node.meta.get("stack_trace") or "" for node in nodes]
+    if not all(file.startswith(_TORCH) for trace in traces for file, *_ in frames(trace)):
+        return
+    caller = _caller()
+    if caller is None:
+        return
+    code = caller.f_code
+    line = f'  File "{code.co_filename}", line {caller.f_lineno}, in {code.co_name}\n'
+    for node, trace in zip(nodes, traces, strict=True):
+        node.meta["stack_trace"] = line + trace
+
+
+def _caller() -> FrameType | None:
+    """The user's innermost frame, which calls compiled code."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return frame

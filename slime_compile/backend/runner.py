@@ -1,8 +1,8 @@
 """The runner of `fx_passes.pipeline`: it guards, lints, traces and times the passes, and adds up their outcomes.
 
-Entry points: `run`, one stage over one graph; `may_stay_unfused` and `leave_unfused`, for what the rest of torch cannot
-compile. A pass that fails is logged once and left out: its stage begins anew with the graph as it was. With strict=True
-its exception is raised.
+Entry points: `run`, one stage over a graph; `tell_nothing_fused`; `may_stay_unfused` and `leave_unfused`, for what the
+rest of torch cannot compile. A pass that fails is logged once and left out: its stage begins anew with the graph as it
+was. With strict=True its exception is raised.
 """
 
 import functools
@@ -17,6 +17,7 @@ from fx_passes import pipeline
 from fx_passes.outcome import CannotExchange, Outcome
 from fx_passes.pipeline import Config, Stage
 from slime_compile.backend.options import Options
+from slime_compile.report.places import shortened
 from slime_compile.report.record import Record
 from slime_compile.torch_private import trace_structured
 
@@ -105,6 +106,24 @@ def _restored(before: dict[GraphModule, Graph], target: GraphModule | Graph) -> 
         module.graph = graph
         before[module] = copied(graph)
     return next(iter(before)).graph if isinstance(target, Graph) else target
+
+
+def tell_nothing_fused(record: Record) -> None:
+    """Logs, once for each function, that a graph with a vocabulary is as it was, and the first reason."""
+    graph = record.result()
+    unfused = graph.has_vocabulary and not (graph.operators or graph.failed)
+    if unfused and graph.rejections and record.name not in _unfused:
+        _unfused.add(record.name)
+        first = graph.rejections[0]
+        log.warning(
+            "nothing is fused in %s: %s (%s). print(slime_compile.summary()) has all reasons",
+            shortened(record.name),
+            shortened(first.reason),
+            shortened(first.source) or first.node,
+        )
+
+
+_unfused: set[str] = set()
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from slime_compile.report.places import shortened
+
 __all__ = ["Places"]
 
 _log = logging.getLogger(__name__)
@@ -43,10 +45,13 @@ class Places:
             )
 
     def __str__(self) -> str:
-        lines = [f"logits of {self.head}: handed out {self.deferred} times without being made"]
+        lines = [
+            f"logits of {self.head}: handed out {self.deferred} times by eager code without being made "
+            "(calls within compiled code are not counted)"
+        ]
         for place, count in self.counts.most_common():
             lines.append(f"  computed {count} times at {place}")
-        return "\n".join(lines)
+        return shortened("\n".join(lines))
 
 
 def _line() -> str:

@@ -1,16 +1,17 @@
-"""`python -m slime_compile explain FILE.py:FUNCTION`: a dry run from the command line.
+"""`slime-compile explain FILE.py:FUNCTION` and `slime-compile estimate FILE.py:FUNCTION`: dry runs.
 
 The inputs come from `example_inputs()` in the file, which returns a tuple of arguments, or that tuple and a dict of
 keyword arguments. Or they come from `--inputs`, one word per argument: `dtype[sizes]` is a tensor, "grad:" before it
 makes it require grad, `name=` makes it a keyword argument; any other word is a number or a string.
 
-    python -m slime_compile explain loss.py:loss_fn --inputs "grad:f32[205280,76032] i64[205280] temperature=0.7"
+    slime-compile explain loss.py:loss_fn --inputs "grad:f32[205280,76032] i64[205280] temperature=0.7"
 
 Tensors are fake: nothing is allocated and nothing computed.
 """
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 
 from slime_compile.backend.options import Options
+from slime_compile.dry_run.estimate import estimate_peak
 from slime_compile.dry_run.explain import explain
 from slime_compile.dry_run.operators import operators, render
+from slime_compile.report.places import shortened
 from slime_compile.torch_private import FakeTensorMode
 
 DTYPES = {
@@ -56,17 +59,24 @@ class Refused(SystemExit):
         return self.message
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+def add_arguments(parser: argparse.ArgumentParser, estimates: bool) -> None:
+    """The options of `explain`, or of `estimate`."""
+    parser.set_defaults(estimates=estimates, operators=False, save=None)
     parser.add_argument("function", help="FILE.py:FUNCTION or package.module:function")
     parser.add_argument(
         "--inputs",
         help='arguments, like "grad:f32[1024,32000] i64[1024]"; default: the file\'s example_inputs()',
     )
-    parser.add_argument(
-        "--operators", action="store_true", help="list the operators reaching the passes instead"
-    )
-    parser.add_argument("--json", action="store_true", help="the report as one line of JSON")
+    if not estimates:
+        parser.add_argument(
+            "--operators",
+            action="store_true",
+            help="list the operators reaching the passes instead",
+        )
+        parser.add_argument(
+            "--save", metavar="FILE.html", help="write the report as an HTML file, too"
+        )
+    parser.add_argument("--json", action="store_true", help="the result as one line of JSON")
     parser.add_argument(
         "--option",
         action="append",
@@ -77,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report, or the operators.
+    """Prints the report, the operators or the estimate.
 
     Raises:
         Refused: with what must hold, where the function, its inputs or an option cannot be read.
@@ -92,18 +102,24 @@ def run(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise Refused(str(error)) from None
     _check_fit(function, args, kwargs)
+    if arguments.estimates:
+        estimate = estimate_peak(function, *args, kwargs=kwargs, **options)
+        print(json.dumps(dataclasses.asdict(estimate)) if arguments.json else estimate)
+        return 0
     if not arguments.operators:
         report = explain(function, **options)(*args, **kwargs)
         if report.notes and not report.graphs:
             raise Refused(
                 f"{arguments.function} cannot be called with these inputs: {report.notes[0]}"
             )
+        if arguments.save is not None:
+            report.save(arguments.save)
         print(json.dumps(report.to_dict()) if arguments.json else report)
         return 0
     found, report = operators(function, **options)(*args, **kwargs)
-    print(render(found))
+    print(shortened(render(found)))
     for line in (*report.breaks, *report.python_frames):
-        print(f"not traced: {line.name} at {line.source}: {line.reason}")
+        print(shortened(f"not traced: {line.name} at {line.source}: {line.reason}"))
     for note in report.notes:
         print(f"note: {note}")
     return 0

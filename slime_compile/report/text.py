@@ -3,7 +3,9 @@
 import importlib.util
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from slime_compile.report.places import shortened
 
 Fields = dict[str, Any]
 """Of a report, a graph or a frame: what `Report.to_dict` holds."""
@@ -11,23 +13,50 @@ Fields = dict[str, Any]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+class Table(NamedTuple):
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Section(NamedTuple):
+    """A title, and the lines and tables below it."""
+
+    title: str
+    parts: Sequence[str | Table] = ()
+
+
 def render(report: Fields) -> str:
     """The whole report, from `Report.to_dict()`; never empty."""
+    lines = []
+    for section in sections(report):
+        lines += ["", section.title]
+        for part in section.parts:
+            lines += _indented(table(*part) if isinstance(part, Table) else part)
+    return shortened("\n".join([*lines[1:], *notes(report)]))
+
+
+def sections(report: Fields) -> list[Section]:
+    """What a person reads, in order; the first is a headline. `notes` come after them."""
     graphs = report["graphs"]
-    lines = [_headline(report)]
+    found = [Section(headline(report))]
     for number, graph in enumerate(graphs, 1):
-        lines += ["", f"graph {number} of {len(graphs)}: {_title(graph)}", *_graph(graph)]
+        found.append(Section(f"graph {number} of {len(graphs)}: {_title(graph)}", _graph(graph)))
     if others := report["other_graphs"]:
-        lines += ["", f"{others} more graph{'' if others == 1 else 's'} without a vocabulary"]
+        found.append(
+            Section(f"{others} more graph{'' if others == 1 else 's'} without a vocabulary")
+        )
     for name, calls in report["eager_calls"].items():
-        lines += ["", f"eager code: {name}, {calls} call{'' if calls == 1 else 's'}"]
-    lines += _frames("graph breaks", report["breaks"])
-    lines += _frames("running in Python, not compiled", report["python_frames"])
-    lines += [f"note: {note}" for note in report["notes"]]
-    return "\n".join(lines)
+        found.append(Section(f"eager code: {name}, {calls} call{'' if calls == 1 else 's'}"))
+    found += _frames("graph breaks", report["breaks"])
+    found += _frames("running in Python, not compiled", report["python_frames"])
+    return found
 
 
-def _headline(report: Fields) -> str:
+def notes(report: Fields) -> list[str]:
+    return [f"note: {note}" for note in report["notes"]]
+
+
+def headline(report: Fields) -> str:
     graphs = report["graphs"]
     if not graphs and report["other_graphs"]:
         return "slime_fused: 0 fused operators; the logits are in no graph"
@@ -58,34 +87,36 @@ def _named(frame: str) -> str:
     return f"{rest[1]} {rest[3]} from line {rest[2]} on" if rest else frame
 
 
-def _graph(graph: Fields) -> list[str]:
-    lines: list[str] = []
+def _graph(graph: Fields) -> list[str | Table]:
+    parts: list[str | Table] = []
     if graph["values"]:
         rows = [
             (
                 v["kind"] + (f" x{v['count']}" if v["count"] > 1 else ""),
                 v["shape"],
                 v["dtype"],
-                v["source"],
+                shortened(v["source"]),
             )
             for v in graph["values"]
         ]
-        lines += _indented(table(("fused", "shape", "dtype", "at"), rows))
+        parts.append(Table(("fused", "shape", "dtype", "at"), rows))
     if graph["wide_before"] or graph["values"]:
-        lines.append(
-            f"  full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}{_stored(graph)}, read by backward "
+        parts.append(
+            f"full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}{_stored(graph)}, read by backward "
             f"{_size(graph['saved_bytes_before'])} -> {_size(graph['saved_bytes_after'])}"
         )
     if graph["collectives_before"]:
-        lines.append(f"  collectives {graph['collectives_before']} -> {graph['collectives_after']}")
+        parts.append(f"collectives {graph['collectives_before']} -> {graph['collectives_after']}")
     for each in graph["placements"]:
-        lines.append(f"  gradient at {each['source'] or 'unknown line'}: {_placed(each)}")
+        parts.append(f"gradient at {each['source'] or 'unknown line'}: {_placed(each)}")
     if graph["rejections"]:
-        refused = [(r["reason"], r["node"], r["source"]) for r in graph["rejections"]]
-        lines += _indented(table(("not fused, because", "node", "at"), refused))
+        refused = [
+            (shortened(r["reason"]), r["node"], shortened(r["source"])) for r in graph["rejections"]
+        ]
+        parts.append(Table(("not fused, because", "node", "at"), refused))
     if not (graph["has_vocabulary"] or graph["failed"] or graph["raised"]):
-        lines.append("  no value of this graph is as wide as a vocabulary (see option min_vocab)")
-    return lines + [f"  note: {note}" for note in graph["notes"]]
+        parts.append("no value of this graph is as wide as a vocabulary (see option min_vocab)")
+    return parts + notes(graph)
 
 
 def _stored(graph: Fields) -> str:
@@ -111,9 +142,9 @@ def _placed(gradient: Fields) -> str:
     return f"reuses the logits' buffer in {counted}; otherwise: {reason}"
 
 
-def _frames(title: str, frames: Sequence[Fields]) -> list[str]:
-    lines = [f"  {f['name']} at {f['source']}: {f['reason']}" for f in frames]
-    return ["", f"{title}:", *lines] if lines else []
+def _frames(title: str, frames: Sequence[Fields]) -> list[Section]:
+    lines = [f"{f['name']} at {f['source']}: {f['reason']}" for f in frames]
+    return [Section(f"{title}:", lines)] if lines else []
 
 
 def _indented(lines: str) -> list[str]:

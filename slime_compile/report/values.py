@@ -1,16 +1,17 @@
 """A report as plain frozen values: a `Report` has `GraphReport`s with fused values, placements and refusals.
 
-A person reads `str(report)`, a program `report.to_dict()`; the text is made from the dict.
+A person reads `str(report)` or `report.save("report.html")`, a program `report.to_dict()`; all are made from the dict.
 """
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fx_passes.outcome import Rejection
 from slime_compile.dynamo.frames import Frame
 from slime_compile.ops.regions import Placed
-from slime_compile.report import text
+from slime_compile.report import page, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,5 +225,20 @@ class Report:
         if raised := sum(g.raised and g.has_vocabulary for g in self.graphs):
             yield f"no uncompiled graph, got {raised}"
 
+    def save(self, path: str | Path) -> None:
+        """Writes the report as one HTML file, which loads nothing from elsewhere.
+
+        Example:
+            >>> slime_compile.summary().save("report.html")
+        """
+        Path(path).write_text(page.document(self.to_dict()), encoding="utf-8")
+
     def __str__(self) -> str:
         return text.render(self.to_dict())
+
+    def __repr__(self) -> str:
+        return f"<Report: {text.headline(self.to_dict())}; print it for the tables>"
+
+    def _repr_html_(self) -> str:
+        """The report at the end of a notebook's cell."""
+        return page.fragment(self.to_dict())

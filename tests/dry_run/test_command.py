@@ -66,6 +66,30 @@ def test_json_and_version(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"slime_compile {slime_compile.__version__}\n"
 
 
+def test_the_peak_of_a_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = ["--inputs", "grad:f32[8,2000] i64[8]"]
+    assert main(["estimate", f"{file}:loss_fn", *inputs, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["inputs_bytes"] == 8 * 2000 * 4 + 8 * 8
+    assert found["inputs_bytes"] <= found["forward_bytes"] < found["peak_bytes"]
+    assert main(["estimate", f"{file}:loss_fn", *inputs]) == 0
+    assert capsys.readouterr().out.startswith("estimated peak ")
+    with pytest.raises(SystemExit):
+        main(["estimate", f"{file}:loss_fn", "--operators"])
+
+
+def test_a_report_as_a_page(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    text = said(capsys, f"{file}:loss_fn", "--save", "report.html")
+    page = Path("report.html").read_text()
+    assert "  a_loss.py:5" in text
+    assert "<td>a_loss.py:5</td>" in page
+    assert str(file.parent) not in text + page
+    assert "http" not in page
+
+
 def test_what_a_function_returned_is_no_function() -> None:
     value: Any = torch.zeros(())
     with pytest.raises(TypeError, match=r"explain\(fn\).* function or a module, got Tensor"):

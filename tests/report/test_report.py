@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import slime_compile
@@ -16,6 +18,7 @@ from fx_passes import pipeline
 from slime_compile import Report, explain, ops
 from slime_compile.dynamo import frames
 from slime_compile.report import process, text
+from slime_compile.report.places import shortened
 from slime_compile.report.values import GraphReport
 from tests.support.processes import run_python
 
@@ -80,7 +83,7 @@ def test_dict_is_stable_and_json() -> None:
 def test_text_is_for_people() -> None:
     said = str(explain(log_probs)(*data()))
     assert "slime_fused: 2 fused operators in 1 graph" in said
-    assert line_of(log_probs, 1) in said
+    assert text.shortened(line_of(log_probs, 1)) in said
     assert "reuses the logits' buffer if nothing else references them" in said
 
 
@@ -89,7 +92,7 @@ def test_text_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
     said = str(report)
     assert "log-prob" in said
-    assert line_of(log_probs, 1) in said
+    assert text.shortened(line_of(log_probs, 1)) in said
 
 
 def test_in_place_and_options() -> None:
@@ -725,3 +728,71 @@ def test_torchs_trace_has_the_report_and_the_graphs(tmp_path: Path) -> None:
         assert text.count(f'"name": "slime_fused_{name}"') == 1, name
     after = text.split('"slime_fused_after"')[1].split("[rank")[0]
     assert "slime_fused.row_stats.default" in after
+
+
+def test_short_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cell, the number that IPython's compiler gives its file."""
+    monkeypatch.chdir(tmp_path)
+    assert (
+        shortened(f"read at {tmp_path}/a.py:3, x{tmp_path}/a.py")
+        == f"read at a.py:3, x{tmp_path}/a.py"
+    )
+    assert shortened("/env/lib/python3/site-packages/trl/a.py:3") == "trl/a.py:3"
+    assert (
+        shortened("loss (<ipython-input-12-0a1b>), /elsewhere/b.py")
+        == "loss (In [12]), /elsewhere/b.py"
+    )
+    cell = "/tmp/ipykernel_85/25567.py"
+    assert shortened(f"{cell}:3") == f"{cell}:3"
+    compiler = SimpleNamespace(format_code_name={cell: ("Cell", "In[3]")}.get)
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(compile=compiler))
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    assert (
+        shortened(f"at {cell}:3 and /tmp/ipykernel_85/9.py:1")
+        == "at In [3]:3 and /tmp/ipykernel_85/9.py:1"
+    )
+
+
+def test_a_report_in_a_notebook() -> None:
+    report = explain(lambda logits, target: F.cross_entropy(logits, target))(*data())
+    assert (
+        repr(report)
+        == "<Report: slime_fused: 2 fused operators in 1 graph; print it for the tables>"
+    )
+    page = report._repr_html_()
+    assert page.count("<table>") == 1
+    assert "&lt;lambda&gt;" in page
+    assert "full-vocabulary values" in page
+
+
+def test_lines_of_torchs_own_functions() -> None:
+    """Of the line that calls them, in every part of the report."""
+    for loss in (F.cross_entropy, torch.nn.CrossEntropyLoss()):
+        report = explain(loss)(*data())
+        line = sys._getframe().f_lineno - 1
+        places = {value.source for graph in report.graphs for value in graph.values}
+        assert places == {f"{__file__}:{line}"}
+
+
+def test_a_warning_where_nothing_is_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each function; none where something is fused or no value is as wide as a vocabulary."""
+
+    def refused(logits: Tensor) -> Tensor:
+        return logits.softmax(-1).cumsum(-1).square().sum()
+
+    def fused(logits: Tensor) -> Tensor:
+        return logits.logsumexp(-1).sum()
+
+    options = INTERPRETED | {"by_rows": False}
+    logits, _ = data()
+    for fn, given in (
+        (refused, logits),
+        (refused, logits[1:]),
+        (fused, logits),
+        (refused, logits[:, :9]),
+    ):
+        torch.compiler.reset()
+        torch.compile(fn, backend="slime_fused", options=options)(given)
+    (told,) = [r.getMessage() for r in caplog.records if "nothing is fused" in r.getMessage()]
+    assert "refused (tests/report/test_report.py)" in told or f"refused ({__file__})" in told
+    assert told.endswith("print(slime_compile.summary()) has all reasons")
