@@ -29,8 +29,10 @@ from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import detach_returned
 from fx_passes.row_demand import demand_rows
 from fx_passes.rows import RowsConfig, by_rows
+from fx_passes.rows.parts import takes_of_heads, work_on_parts
 from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
+from fx_passes.verify import trial_of
 from fx_passes.whole_logits import use_whole_logits
 from fx_passes.writable import give_writable
 
@@ -132,6 +134,10 @@ class Pass:
     needed: bool = False
 
 
+_MOST_TAKEN = 7 / 8
+"""Of a matmul's rows: where more is read, a copy of hidden is the dearer of the two, unless values are left as wide."""
+
+
 def _counted(count: int) -> Outcome:
     return Outcome(changed=count)
 
@@ -175,6 +181,15 @@ def _keep_eager_gradients(gm: GraphModule, config: Config) -> Outcome:
 def _detach_returned(gm: GraphModule, config: Config) -> Outcome:
     returned = detach_returned(gm, config.min_vocab)
     return Outcome(changed=len(returned.ways), returned=returned)
+
+
+def _work_on_parts(graph: Graph, config: Config) -> Outcome:
+    moved = work_on_parts(graph, config.min_vocab, of_heads=True, share=_MOST_TAKEN)
+    if takes_of_heads(graph, config.min_vocab):
+        trial = trial_of(graph)
+        if fuse(trial, config.fuse).wide_after:
+            moved += work_on_parts(graph, config.min_vocab, of_heads=True)
+    return _counted(moved)
 
 
 def _fuse(graph: Graph, config: Config) -> Outcome:
@@ -237,6 +252,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("equal_heads", "dynamo", "one matmul for all readers of deferred logits", _share_heads, _heads),
     Pass("row_demand", "dynamo", "unread rows of the logits are not computed", _demand_rows, _heads),
     Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
+    Pass("parts", "joint", "a matmul makes only the rows of logits that are read",
+         _work_on_parts, _heads),
     Pass("stacks", "joint", "stacks reduced again are computed element by element",
          lambda graph, c: _counted(unstack(graph, c.min_vocab))),
     Pass("picked_rows", "joint", "rows picked and then summed are summed first",

@@ -151,15 +151,21 @@ class Emitter:
         """Those of a tensor without gaps, its last dimension the innermost."""
         found: list[SizeArg] = [1]
         for size in reversed(self.sizes(node)[1:]):
-            found.insert(0, self._times(found[0], size))
+            found.insert(0, self.times(found[0], size))
         return found
 
-    def _times(self, left: SizeArg, right: SizeArg) -> SizeArg:
+    def times(self, left: SizeArg, right: SizeArg) -> SizeArg:
         if isinstance(left, int) and isinstance(right, int):
             return left * right
         if 1 in (left, right):
             return right if left == 1 else left
         return self.call(operator.mul, left, right)
+
+    def product(self, sizes: Sequence[SizeArg]) -> SizeArg:
+        found: SizeArg = 1
+        for size in sizes:
+            found = self.times(found, size)
+        return found
 
     # -- views, casts, constants -----------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from fx_passes.graph.facts import (
     is_backward,
     is_float_tensor,
     is_wide,
+    rank_of,
     same_shape,
     shape_of,
     value,
@@ -35,6 +36,7 @@ from fx_passes.graph.facts import (
 from fx_passes.graph.operators import MATMULS, SHOWN
 from fx_passes.graph.order import ancestors, descendants, tidy
 from fx_passes.graph.returned import Returned
+from fx_passes.graph.rows import Block, normal
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import InForward
 from fx_passes.linear.chunks import SHARE, Sizes
@@ -42,6 +44,7 @@ from fx_passes.linear.degrees import NotInForward, Units
 from fx_passes.outcome import Outcome, Rejection
 from fx_passes.rows.early import kept_bytes, tangent_of
 from fx_passes.rows.loops import Loop, loops_of
+from fx_passes.rows.parts import Part, put, work_on_parts
 from fx_passes.rows.program import Program, Untold
 from fx_passes.rows.region import Region, regions_of
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
@@ -51,6 +54,9 @@ __all__ = ["Looped", "RowsConfig", "RowsOutcome", "by_rows"]
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
+
+_SHARE_GIVEN, _MIN_GIVEN = 16, 4 << 20
+"""Of a loop without a matmul: a chunk's share, and its least bytes. Nothing is read again for each chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Looped:
 
 @dataclasses.dataclass(frozen=True)
 class RowsOutcome:
-    """What `by_rows` did; with `loops == ()` the graph is exactly as it was.
+    """What `by_rows` did; with `loops == ()` no loop was made, and arithmetic may work on fewer rows.
 
     Attributes:
         left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
@@ -170,14 +176,16 @@ def _dtypes(graph: Graph) -> list[torch.dtype]:
 def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> RowsOutcome:
     looped: list[Looped] = []
     rejections: list[Rejection] = []
-    for region in regions_of(graph, config.min_vocab):
-        emit = Emitter(graph, fake_mode)
-        try:
-            looped += _rewritten(graph, region, emit, config)
-        except Refused as refused:
-            emit.discard()
-            node = refused.node
-            rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
+    work_on_parts(graph, config.min_vocab)
+    for forward in (False, True):
+        for region in regions_of(graph, config.min_vocab):
+            emit = Emitter(graph, fake_mode)
+            try:
+                looped += _rewritten(graph, region, emit, config, forward and bool(looped))
+            except Refused as refused:
+                emit.discard()
+                node = refused.node
+                rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
     left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
     return RowsOutcome(tuple(looped), tuple(rejections), left)
 
@@ -188,10 +196,13 @@ def _is_left(node: Node, min_vocab: int) -> bool:
     return computed and is_wide(node, min_vocab)
 
 
-def _rewritten(graph: Graph, region: Region, emit: Emitter, config: RowsConfig) -> list[Looped]:
+def _rewritten(
+    graph: Graph, region: Region, emit: Emitter, config: RowsConfig, beside: bool
+) -> list[Looped]:
+    """The loops that are put in the place of `region`, `beside` others or alone."""
     plan = _planned(graph, region, config)
     sizes = [_sizes_of(loop, region, config) for loop in plan.loops]
-    if not plan.loops or all(each.whole for each in sizes) or not _pays(plan.loops, region):
+    if not plan.loops or all(each.whole for each in sizes) or not _pays(plan, region, beside):
         return []
     _check_unchanged(graph, plan.loops, region)
     for node in graph.nodes:
@@ -208,10 +219,17 @@ def _rewritten(graph: Graph, region: Region, emit: Emitter, config: RowsConfig) 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The loops, and the tangent in whose place they are given 1, if they make in forward what backward would."""
+    """What becomes of a region.
+
+    Attributes:
+        tangent: given as 1 to the loops, if they make in forward what backward would.
+        puts: of results that the graph puts among other rows: where.
+        waits: why forward does not make the gradients.
+    """
 
     loops: list[Loop]
     tangent: Node | None
+    puts: dict[Node, Part]
     waits: str = ""
 
 
@@ -220,7 +238,7 @@ def _planned(graph: Graph, region: Region, config: RowsConfig) -> _Plan:
     late = [loop for loop in loops if loop.backward]
     again = any(region.made_wide(n) and n.target in MATMULS for loop in late for n in loop.body)
     if not late or not again or config.in_forward == "never":
-        return _Plan(loops, None)
+        return _Plan(loops, None, _puts_of(loops, region))
     try:
         tangent = tangent_of(graph, region, late)
         early = loops_of(graph, region, early=True)
@@ -230,29 +248,51 @@ def _planned(graph: Graph, region: Region, config: RowsConfig) -> _Plan:
         if config.in_forward == "auto" and kept_bytes(region, late) > limit:
             raise NotInForward("its sums would be larger than a chunk may")
     except NotInForward as reason:
-        return _Plan(loops, None, str(reason))
-    return _Plan(early, tangent)
+        return _Plan(loops, None, _puts_of(loops, region), str(reason))
+    return _Plan(early, tangent, _puts_of(early, region))
+
+
+def _puts_of(loops: Sequence[Loop], region: Region) -> dict[Node, Part]:
+    """What is put among other rows, where all of a loop's results that are put have the same row numbers."""
+    found: dict[Node, Part] = {}
+    for loop in loops:
+        wide = [node for node in loop.results if region.is_wide(node) and _is_flat(node, region)]
+        parts = {node: part for node in wide if (part := put(node)) is not None}
+        if len({part.key for part in parts.values()}) == 1:
+            found |= parts
+    return found
+
+
+def _is_flat(node: Node, region: Region) -> bool:
+    """[rows..., V]"""
+    block = region.blocks.get(node)
+    return block is not None and block == normal(Block(0, rank_of(node) - 1), shape_of(node))
 
 
 def _sizes_of(loop: Loop, region: Region, config: RowsConfig) -> Sizes:
     columns, item = region.widest(loop.body)
-    return Sizes(hint(region.rows), columns, item, config.chunk_bytes)
+    whole = Sizes(hint(region.rows), columns, item, config.chunk_bytes)
+    if config.chunk_bytes or any(node.target in MATMULS for node in loop.body):
+        return whole
+    return dataclasses.replace(whole, limit=max(whole.bytes // _SHARE_GIVEN, _MIN_GIVEN))
 
 
-def _pays(loops: Sequence[Loop], region: Region) -> bool:
+def _pays(plan: _Plan, region: Region, beside: bool) -> bool:
     """Whether a loop makes something wide beside what it hands out, other than by showing what it is given.
 
-    Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out,
-    such as the gradient of a slice, which is put among the others: it would be in memory beside what is made of it.
+    Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out: it
+    would be in memory beside what is made of it. A loop itself puts the gradient of a slice among the other rows.
     """
+    loops = plan.loops
     spared = [node for loop in loops for node in loop.spared(region)]
     inside = [node for node in spared if node.target not in SHOWN]
     if any(node.target in MATMULS for node in inside):
         return True
-    # of given values without a gradient of theirs inductor stores little
+    # of given values without a gradient of theirs inductor stores little, but where it is cut off from the gradient's
     handed_out = [n for loop in loops for n in loop.results if region.is_wide(n)]
-    goes_on = any(_goes_on(node, region) for node in handed_out)
-    return bool(inside and handed_out) and not goes_on
+    whole = [plan.puts[node].every if node in plan.puts else node for node in handed_out]
+    goes_on = any(_goes_on(node, region) for node in whole)
+    return bool(inside and (handed_out or beside)) and not goes_on
 
 
 def _goes_on(node: Node, region: Region) -> bool:
@@ -294,7 +334,7 @@ class _Emission:
     def _loop(self, loop: Loop) -> None:
         given = self.units.of if self.units is not None else lambda node: node
         try:
-            program = Program(loop, self.region, self.emit, self.made, given)
+            program = Program(loop, self.region, self.emit, self.plan.puts, self.made, given)
         except Untold as untold:
             raise Refused(str(untold), next(iter(loop.body))) from untold
         if not program.rows:
@@ -302,12 +342,12 @@ class _Emission:
         self.emit.origin = next(iter(loop.results))
         node = self.emit.call(
             fused.row_loop.default,
-            [each for each, _ in program.rows],
+            [each for each, *_ in program.rows],
             list(program.whole),
             list(program.sizes),
             program.text(),
             self.config.compiled,
-            self.config.chunk_bytes,
+            _sizes_of(loop, self.region, self.config).limit,
             "",
         )
         self._tag(node, loop)
@@ -318,7 +358,11 @@ class _Emission:
             self._put(old, found)
 
     def _put(self, old: Node, found: Node) -> None:
-        new = _as_it_was(old, found, self.region, self.emit)
+        part = self.plan.puts.get(old)
+        if part is not None:
+            old, new = part.every, self.emit.reshape(found, self.emit.sizes(part.every))
+        else:
+            new = _as_it_was(old, found, self.region, self.emit)
         self.made[old] = new if old in self.region.sums else found
         units = self.units
         if units is not None and old in units.moving:

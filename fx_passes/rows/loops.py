@@ -134,7 +134,7 @@ class _Demands:
         self.seen.add(node)
         region, levels = self.region, self.levels
         made = node in region.sums or region.made_wide(node) or levels.is_frontier(node)
-        if not made or not isinstance(value(node), Tensor):
+        if not made or region.is_given(node) or not isinstance(value(node), Tensor):
             self.waiting += node.all_input_nodes
             return
         level = levels.level[node]

@@ -6,9 +6,10 @@ NOTE [Loops as text]
 What a loop computes is an argument of its operator, so that compiled code can be kept by torch's caches, whose key is
 the graph's text. It is JSON:
 
-    rows      of each tensor with rows its block: [start, count]
+    rows      of each tensor with rows its block: [start, count], or [start, count, value]: the rows of these numbers
     steps     [operator, arguments, keyword arguments], in an order that can run
     results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
+              ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
     wide      [columns, bytes of one]: of the widest value of a chunk
@@ -42,6 +43,7 @@ from fx_passes.graph.rows import (
     wide_dtype,
 )
 from fx_passes.rows.loops import Loop
+from fx_passes.rows.parts import Part, taken
 from fx_passes.rows.region import Region
 
 aten = torch.ops.aten
@@ -55,6 +57,7 @@ class Program:
     """The text of a loop, and the nodes that its operator is given.
 
     Args:
+        puts: of results that the graph puts among other rows: where.
         made: what earlier loops have made, as [N, *sizes] or, sums, as it is.
         given: a value of the graph as the loop is given it.
     """
@@ -64,11 +67,13 @@ class Program:
         loop: Loop,
         region: Region,
         emit: Emitter,
+        puts: Mapping[Node, Part],
         made: Mapping[Node, Node],
         given: Callable[[Node], Node],
     ) -> None:
         self.loop, self.region, self.emit, self.made, self.given = loop, region, emit, made, given
-        self.rows: dict[tuple[Node, Block], int] = {}
+        self.puts = {node: part for node, part in puts.items() if node in loop.results}
+        self.rows: dict[tuple[Node, Block, int | None], int] = {}
         self.whole: dict[Node, int] = {}
         self.sizes: list[Node] = []
         self.steps: list[list[Any]] = []
@@ -96,7 +101,9 @@ class Program:
             return arg
 
         found = {
-            "rows": [list(block) for _, block in self.rows],
+            "rows": [
+                [*block, *([] if at is None else [first[0] + at])] for _, block, at in self.rows
+            ],
             "steps": numbered(self.steps),
             "results": numbered(self.results),
             "wide": self.region.widest(self.loop.body),
@@ -152,13 +159,23 @@ class Program:
         else:
             of_loop = self.made.get(node)
             outer, block = (self.given(node), block) if of_loop is None else (of_loop, Block(0, 1))
-            key = outer, normal(block, shape_of_value(outer))
-            found = {"v": ("rows", self.rows.setdefault(key, len(self.rows)))}
+            found = {"v": ("rows", self._rows_of(outer, normal(block, shape_of_value(outer))))}
         if not operand.gap:
             return found
         rest = operand.block.rest(shape_of_value(node))
         sizes = [{"n": 1}, *[1] * operand.gap, *(self._number(size) for size in rest)]
         return self._told([str(aten.reshape.default), [found, sizes], {}])
+
+    def _rows_of(self, outer: Node, block: Block) -> int:
+        """The number of a tensor with rows: of the larger one, if the loop puts a result among the same of its rows."""
+        shape, numbers = shape_of_value(outer), None
+        part = taken(outer) if block == normal(Block(0, len(shape) - 1), shape) else None
+        if part is not None and any(part.key == each.key for each in self.puts.values()):
+            outer, block, numbers = part.every, part.block, self._numbers(part)
+        return self.rows.setdefault((outer, block, numbers), len(self.rows))
+
+    def _numbers(self, part: Part) -> int:
+        return self.whole.setdefault(part.numbers(self.emit), len(self.whole))
 
     def _number(self, size: Any) -> Any:
         if isinstance(size, int):
@@ -178,8 +195,12 @@ class Program:
     # -- results ---------------------------------------------------------------------------------
 
     def _result(self, node: Node) -> list[Any]:
-        found = self.region.sums.get(node)
+        found, part = self.region.sums.get(node), self.puts.get(node)
         dtype = str(value(node).dtype).removeprefix("torch.")
+        if part is not None:
+            every = [self._number(size) for size in shape_of_value(part.every)]
+            numbers = {"v": ("whole", self._numbers(part))}
+            return ["put", self._at[node], dtype, every, numbers]
         if found is None:
             block = self.region.blocks[node]
             rest = [self._number(size) for size in block.rest(shape_of_value(node))]

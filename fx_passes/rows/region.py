@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import hint, is_wide, same, value
+from fx_passes.graph.operators import SHOWN, VIEWS, under
 from fx_passes.graph.rows import (
     Across,
     Block,
@@ -67,6 +68,10 @@ class Region:
         """Wide, and computed in the region."""
         return node in self.steps and self.is_wide(node)
 
+    def is_given(self, node: Node) -> bool:
+        """It shows what the region is given."""
+        return node.target in VIEWS and under(node, VIEWS) not in self.steps
+
     def widest(self, nodes: Iterable[Node]) -> tuple[int, int]:
         """Columns, and bytes of one, of the widest value among `nodes`."""
         found = [(1, 4)]
@@ -96,9 +101,11 @@ def regions_of(graph: Graph, min_vocab: int) -> list[Region]:
 
 
 def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
-    """Values with a reader treating their columns as alternatives."""
+    """Values with a reader treating their columns as alternatives, and parts of their rows."""
     seen: set[Node] = set()
     for node in graph.nodes:
+        if node.target in SHOWN and under(node, SHOWN) in seen and is_wide(node, min_vocab):
+            yield node
         if node.op != "call_function" or not _is_about_columns(node):
             continue
         wide = node.all_input_nodes[0]

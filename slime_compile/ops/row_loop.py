@@ -58,11 +58,13 @@ class Program:
 
     Attributes:
         blocks: [start, count] of the dimensions with rows, of each tensor that has them.
+        parts: of each of these tensors the value that says which of its rows are the loop's, -1 for all.
         steps, results: see NOTE [Loops as text].
         wide: columns, and bytes of one, of the widest value of a chunk.
     """
 
     blocks: tuple[tuple[int, int], ...]
+    parts: tuple[int, ...]
     steps: tuple[Any, ...]
     results: tuple[Any, ...]
     wide: tuple[int, int]
@@ -75,8 +77,10 @@ class Program:
         """
         told = [(at, each[1]["v"]) for at, each in enumerate(self.results) if each[0] == "rows"]
         written = tuple(value for at, value in told if over is None or at != over[1])
-        added = [v["v"] for how, *values, _, _ in self.results if how != "rows" for v in values]
+        added = [v["v"] for result in self.results if result[0] != "rows" for v in _values(result)]
         target = None if over is None else (self.results[over[1]][1]["v"], over[0])
+        if over is not None and self.parts[over[0]] >= 0:
+            target = None  # the chunk is a copy of these rows
         return Steps(self.steps, written, tuple(dict.fromkeys(added)), target)
 
     def sums_read(self, at: int, given: int) -> bool:
@@ -85,6 +89,8 @@ class Program:
         Args:
             given: the number of tensors that the loop is given.
         """
+        if self.parts[at] >= 0:
+            return False  # the sum reads a copy of these rows
         shown = {at}
         for number, (name, args, _) in enumerate(self.steps, given):
             if may_show(name) and not shown.isdisjoint(values_read(args)):
@@ -92,20 +98,38 @@ class Program:
         return not shown.isdisjoint(self.steps_of(None).returned)
 
 
+def _values(result: Sequence[Any]) -> list[Any]:
+    """Of a result, what a chunk gives for it."""
+    return list(result[1:3] if result[0] == "product" else result[1:2])
+
+
+def _numbers(result: Sequence[Any]) -> int:
+    """The value that says at which rows a result is put, -1 for no such result."""
+    return int(result[4]["v"]) if result[0] == "put" else -1
+
+
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> Program:
     told = json.loads(urllib.parse.unquote(text))
-    blocks = tuple((start, count) for start, count in told["rows"])
-    return Program(blocks, tuple(told["steps"]), tuple(told["results"]), tuple(told["wide"]))
+    blocks = tuple((start, count) for start, count, *_ in told["rows"])
+    parts = tuple(part[0] if part else -1 for _, _, *part in told["rows"])
+    return Program(blocks, parts, tuple(told["steps"]), tuple(told["results"]), tuple(told["wide"]))
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
 class Cut:
-    """A tensor with its rows in front: [N, ...], as a view where its strides allow one, else chunk by chunk."""
+    """A tensor with its rows in front: [N, ...], as a view where its strides allow one, else chunk by chunk.
 
-    def __init__(self, tensor: Tensor, block: tuple[int, int]) -> None:
+    Args:
+        numbers: of the rows that the loop works on; None for all of them.
+    """
+
+    def __init__(
+        self, tensor: Tensor, block: tuple[int, int], numbers: Tensor | None = None
+    ) -> None:
+        self.numbers = numbers
         start, count = block
         tensor = tensor.detach()
         self.lead = tensor.shape[start : start + count]
@@ -115,21 +139,26 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        return math.prod(self.lead)
+        return math.prod(self.lead) if self.numbers is None else len(self.numbers)
 
     def _flattened(self) -> Tensor | None:
         if len(self.lead) == 1:
             return self.tensor
         try:
-            return self.tensor.view([self.rows, *self.rest])
+            return self.tensor.view([math.prod(self.lead), *self.rest])
         except RuntimeError:  # its rows are not one behind the other in memory
             return None
 
     def at(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), [n, ...]."""
-        if self.flat is not None:
+        if self.flat is not None and self.numbers is None:
             return self.flat[start:stop]
-        places = torch.arange(start, stop, device=self.tensor.device)
+        if self.numbers is None:
+            places = torch.arange(start, stop, device=self.tensor.device)
+        else:
+            places = self.numbers[start:stop]
+        if self.flat is not None:
+            return self.flat.index_select(0, places)
         return self.tensor[torch.unravel_index(places, self.lead)]
 
 
@@ -163,6 +192,7 @@ class _Result:
 
     Args:
         out: the memory of a tensor that the body writes it over.
+        numbers: of the rows, where they are put among others.
     """
 
     def __init__(
@@ -173,21 +203,26 @@ class _Result:
         rows: int,
         chunks: int,
         out: Tensor | None,
+        numbers: Tensor | None,
     ) -> None:
-        self.how, *values, dtype, shape = told
-        self.values = [each["v"] for each in values]
-        wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
-        lead = [rows] if self.how == "rows" else []
+        self.how = told[0]
+        self.values = [each["v"] for each in _values(told)]
         self.is_over = out is not None
-        made = like.new_empty([*lead, *wanted], dtype=getattr(torch, dtype)) if out is None else out
-        self.out = made
+        self.numbers = numbers
+        if out is None:
+            out = _made(told, like, sizes, rows)
+            if numbers is not None:
+                out.zero_()
+        self.out = out
         self.total: Any = Sum(self.out, chunks) if self.how == "product" else None
 
-    def add(self, found: Mapping[int, Tensor]) -> None:
+    def add(self, found: Mapping[int, Tensor], start: int, stop: int) -> None:
         if self.how == "rows":
             return
         given = [found[at] for at in self.values]
-        if self.how == "product":
+        if self.numbers is not None:
+            self.out.index_copy_(0, self.numbers[start:stop], given[0])
+        elif self.how == "product":
             self.total.add(given[0].t(), given[1])
         elif self.total is None:
             self.total = given[0].reshape(self.out.shape).clone()
@@ -195,11 +230,26 @@ class _Result:
             _ADDED[self.how](self.total, given[0].reshape(self.out.shape))
 
     def made(self) -> Tensor:
-        if self.how == "rows":
+        if self.numbers is not None and self.is_over:
+            others = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
+            self.out.masked_fill_(others.index_fill_(0, self.numbers, False)[:, None], 0)
+        if self.how in ("rows", "put"):
             return self.out
         if self.how == "product":
             return cast(Sum, self.total).result()
         return self.out.copy_(self.total)
+
+
+def _made(told: Sequence[Any], like: Tensor, sizes: Sequence[Any], rows: Any) -> Tensor:
+    """Memory of a result."""
+    at = 4 if told[0] == "product" else 3
+    dtype, shape = told[at - 1], told[at]
+    wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
+    if told[0] == "rows":
+        wanted = [rows, *wanted]
+    elif told[0] == "put":
+        wanted = [math.prod(wanted[:-1]), wanted[-1]]
+    return like.new_empty(wanted, dtype=getattr(torch, dtype))
 
 
 # ---- the operator -------------------------------------------------------------------------------------------------
@@ -265,21 +315,26 @@ def run_loop(
 ) -> list[Tensor]:
     """All chunks. `over`: a contiguous tensor of `rows`, and the number of the result that is written over it."""
     told = read(program)
-    cuts = [Cut(tensor, block) for tensor, block in zip(rows, told.blocks, strict=True)]
+    shared = [tensor.detach() for tensor in whole]
+
+    def given(value: int) -> Tensor | None:
+        return shared[value - len(rows)] if value >= 0 else None
+
+    parts = map(given, told.parts)
+    cuts = list(map(Cut, rows, told.blocks, parts))
     count = _row_count(cuts)
     every = list(pieces(count, _row_chunk(told, count, chunk_bytes)))
     outs = {} if over is None else {over[1]: cuts[over[0]].flat}
     results = [
-        _Result(each, rows[0], sizes, count, len(every), outs.get(at))
+        _Result(each, rows[0], sizes, count, len(every), outs.get(at), given(_numbers(each)))
         for at, each in enumerate(told.results)
     ]
     body = body_of(program, told.steps_of(over), compiled)
-    shared = [tensor.detach() for tensor in whole]
     for start, stop in every:
         out = [each.out[start:stop] for each in results if each.how == "rows" and not each.is_over]
         found = body(Chunk([cut.at(start, stop) for cut in cuts], shared, sizes, out))
         for each in results:
-            each.add(found)
+            each.add(found, start, stop)
         del found
     return [each.made() for each in results]
 
@@ -295,13 +350,9 @@ def _fake_row_loop(
 ) -> list[Tensor]:
     told = read(program)
     start, count = told.blocks[0]
-    total = math.prod(rows[0].shape[start : start + count])
-    made = []
-    for how, *_, dtype, shape in told.results:
-        wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
-        lead = [total] if how == "rows" else []
-        made.append(rows[0].new_empty([*lead, *wanted], dtype=getattr(torch, dtype)))
-    return made
+    part = told.parts[0]
+    counted = rows[0].shape[start : start + count] if part < 0 else whole[part - len(rows)].shape
+    return [_made(each, rows[0], sizes, math.prod(counted)) for each in told.results]
 
 
 def _fake_row_loop_over(

@@ -7,6 +7,7 @@ anything between them and the gradients.
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -208,6 +209,99 @@ def test_batches_and_a_shift(graphs: list[Graph]) -> None:
     }
     check(loss, given)
     assert whole(graphs[0], 44) == []
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _powers(x: Tensor) -> Tensor:
+    return (x.softmax(-1) ** 1.5).sum(-1).mean()
+
+
+def _js(student: Tensor, teacher: Tensor) -> Tensor:
+    log_p, log_q = (student / 2).log_softmax(-1), (teacher / 2).log_softmax(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return ((log_p.exp() * (log_p - log_m)) + (log_q.exp() * (log_q - log_m))).sum(-1).mean()
+
+
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cut": lambda x, y: _powers(x[:, :-1]),
+    "cast before": lambda x, y: _powers(wide(x)[..., :-1, :].contiguous().view(-1, VOCAB)),
+    "cast behind": lambda x, y: _powers(wide(x[:, 1:]).reshape(-1, VOCAB)),
+    "a temperature before": lambda x, y: _powers((x / 0.7)[:, :-1]),
+    "a softcap before": lambda x, y: _powers((torch.tanh(x / 3) * 3)[:, 2:]),
+    "cut twice": lambda x, y: _powers(x[:, :-1][:, -6:]),
+    "every other": lambda x, y: _powers(x[:, ::2]),
+    "some sequences": lambda x, y: _powers(x[1:]),
+    "one sequence": lambda x, y: _powers(x[2]),
+    "a position": lambda x, y: _powers(x.repeat_interleave(8, 0)[:, -2]),
+    "read twice": lambda x, y: _powers(x[:, 1:]) + _powers(x[:, 1:]),
+    "in other shapes": lambda x, y: _powers(x.view(44, VOCAB)[4:].view(4, 10, VOCAB)[:, :-1]),
+    "two, with one gradient": lambda x, y: _js(x[:, :-1], y.detach()[:, :-1]),
+    "two, with two gradients": lambda x, y: _js(x[:, :-1], y[:, :-1]),
+    "two different parts": lambda x, y: _powers(x[:, :-1]) + _powers(x[:, 1:]),
+    "with another loss": lambda x, y: (
+        F.cross_entropy(x[:, :-1].flatten(0, 1), y.argmax(-1)[:, 1:].flatten()) + _powers(x[:, :-1])
+    ),
+}
+STAY = (
+    "a softcap before",
+    "a position",
+    "one sequence",
+    "two different parts",
+    "with another loss",
+)
+"""Their gradient meets another one, or what was done before the cut; or they are few. So it is for two bf16 logits."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_given_rows(name: str, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    """The loop reads and writes rows of the logits by their numbers."""
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        key: torch.randn(4, 11, VOCAB, generator=draw).to(dtype) for key in ("logits", "hidden")
+    }
+    check(PARTS[name], given)
+    stays = name in STAY or (name.startswith("two") and dtype == torch.bfloat16)
+    assert stays or [whole(graph) for graph in graphs] == [[] for _ in graphs]
+    check(PARTS[name], given, inner="inductor")
+
+
+def test_parts_of_given_rows_with_any_sizes(graphs: list[Graph]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    run = compiled(PARTS["cast before"], dynamic=True)
+    for rows in (11, 7, 5):
+        given = {key: torch.randn(4, rows, VOCAB, generator=draw) for key in ("logits", "hidden")}
+        got = step(lambda x, y: run(x, y), given)
+        eager, truth = step(PARTS["cast before"], given), truth_of(PARTS["cast before"], given)
+        for one, other, true in zip(got, eager, truth, strict=True):
+            harness.no_worse_than_eager(one, other, true, torch.float32)
+    assert [whole(graph, 8) for graph in graphs] == [[] for _ in graphs]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_parts_are_written_over_the_logits(inner: str) -> None:
+    """The gradient of the rows that are left out is zero, in the logits' memory."""
+    draw = torch.Generator().manual_seed(0)
+    leaf = torch.randn(4, 11, VOCAB, generator=draw).requires_grad_()
+    run = compiled(PARTS["cut"], inner=inner)
+    found = []
+
+    def model() -> Tensor:
+        made = leaf * 1.0
+        found.append(made.data_ptr())
+        made.register_hook(lambda grad: found.append(grad.data_ptr()))
+        return made
+
+    run(model(), leaf.detach()).backward()
+    assert found[0] == found[1]
+    assert leaf.grad is not None
+    assert leaf.grad[:, -1].count_nonzero() == 0
+    given = {"logits": leaf.detach(), "hidden": leaf.detach()}
+    eager, truth = step(PARTS["cut"], given)[1], truth_of(PARTS["cut"], given)[1]
+    harness.no_worse_than_eager(leaf.grad, eager, truth, torch.float32)
 
 
 def test_given_rows_that_are_not_one_behind_the_other() -> None:
@@ -481,7 +575,7 @@ def test_what_a_sum_reads_is_not_written_over() -> None:
 
 
 def _loop(steps: list[Any], results: list[Any]) -> RowLoop:
-    return RowLoop(((0, 1), (0, 1)), tuple(steps), tuple(results), (VOCAB, 4))
+    return RowLoop(((0, 1), (0, 1)), (-1, -1), tuple(steps), tuple(results), (VOCAB, 4))
 
 
 def test_whether_a_sum_reads_a_tensor() -> None:
