@@ -34,7 +34,6 @@ from fx_passes.outcome import CannotExchange, FuseConfig, Outcome, Rejection
 from fx_passes.rules import TABLES
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch, trial_of
-from fx_passes.walk.row_differences import take_offsets_away
 from fx_passes.walk.verdict import judge, leaving_gradients, looks_wide, unknown_values, wide_values
 from fx_passes.walk.walk import Walk
 
@@ -173,7 +172,6 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     saved_before = saved_bytes(graph, wide)
     live = computed(graph, account.replacements)
     fused = tuple(describe(walk, live))
-    take_offsets_away(walk, live)
     merged = _rewrite(walk, wide)
     wide |= {n for n in graph.nodes if n in account.gradients or _is_wide_copy(walk, n)}
     gradients = {n for n in account.gradients if is_backward(n)}

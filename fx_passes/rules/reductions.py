@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused, only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Form, OneHot
-from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, same, shape_of
 from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
@@ -126,9 +126,7 @@ def _affine_sum(c: Context, form: Form) -> Poly:
     if is_centered(c, form):
         return form.e * c.vocabulary(form) + c.total(form)
     if form.e.is_zero:
-        plain = _plain_sum(c, form, form.x)
-        c.rows.sums[plain] = Form(form.shape, form.vdim, form.x, f=ONE)
-        return Poly.atom(plain) * form.f
+        return Poly.atom(_plain_sum(c, form, form.x)) * form.f
     # whether e takes an offset of the logits away cannot be seen, and a difference of two sums would keep it
     affine = form.with_(exps=(), hots=())
     return Poly.atom(_plain_sum(c, form, arithmetic(c, affine, dtype_of(form))))

@@ -107,7 +107,6 @@ def _mean(c: Context, wait: Node, weighted: Weighted, group: object) -> Node | N
     product = c.weighted(Weighted(weighted.mass, others))
     mean = _all_reduced(c, product, "sum", group, wait)
     c.shards.shared[mean] = group
-    (c.shards.means[mean], *_) = filter(None, map(c.rows.logits_of, alike.atoms()))
     c.rows.level_free.add(mean)
     return _emit(c, alike + Poly.atom(mean), dtype, wait)
 

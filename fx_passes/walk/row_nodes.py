@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_backward, value
@@ -52,7 +51,6 @@ class RowNodes:
         guarded: products of which a factor may be 0, and takes out what it is multiplied with.
         nothing: nodes that are 0, or NaN.
         level_free: numbers per row of logits that an offset of theirs does not change.
-        sums: sums of all logits of a row, as the program computes them; of which.
     """
 
     def __init__(self, emitter: Emitter) -> None:
@@ -64,7 +62,6 @@ class RowNodes:
         self.guarded: dict[Node, Guarded] = {}
         self.nothing: set[Node] = set()
         self.level_free: set[Node] = set()
-        self.sums: dict[Node, Form] = {}
 
     def is_peak(self, atom: Node) -> bool:
         """One of `peaks`, of some of the rows or in another shape maybe."""

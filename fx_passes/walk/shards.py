@@ -30,15 +30,12 @@ class Shards:
         shared: nodes that are the same on all ranks of a group; of which.
         largest: of the logits over all ranks.
         totals: sums of exponentials over all ranks; the own one.
-        means: means over all ranks, without what all ranks have alike; the logits. NaN where a row is NaN on one of
-            them, or has nothing but -inf on all.
     """
 
     weighted: dict[Node, Weighted] = field(default_factory=dict)
     shared: dict[Node, object] = field(default_factory=dict)
     largest: set[Node] = field(default_factory=set)
     totals: dict[Node, Node] = field(default_factory=dict)
-    means: dict[Node, Node] = field(default_factory=dict)
 
     def is_largest(self, atom: Node) -> bool:
         """One of `largest`, of some of the rows or in another shape maybe."""

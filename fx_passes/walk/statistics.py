@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import ZERO, Monomial, Poly
+from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
 from fx_passes.graph.operators import CASTS, SHOWN, under
 from fx_passes.walk.roots import Roots
@@ -71,7 +71,6 @@ class Statistics:
     def __init__(self, roots: Roots, rows: RowScalars) -> None:
         self.roots, self.rows, self.emitter = roots, rows, rows.emitter
         self.operators: dict[Node, Node] = {}
-        self._scales: dict[Node, Poly] = {}
         self._known: dict[tuple[Node, Poly], Stats] = {}
 
     def of(self, form: Form, scale: Poly) -> Stats:
@@ -84,32 +83,10 @@ class Statistics:
         """Those that were asked for already."""
         return None if form.x is None else self._known.get((form.x, scale))
 
-    def has_any(self, form: Form) -> bool:
-        """Whether some of any scale were asked for already."""
-        return any(x is form.x for x, _ in self._known)
-
     def is_one(self, atom: Node) -> bool:
         """Whether a row scalar is one of the statistics, of some of the rows or in another shape maybe."""
         atom = under(atom, SHOWN)
         return bool(atom.target is operator.getitem and atom.args[0] in self.operators)
-
-    def shows_empty_rows_of(self, atom: Node) -> Node | None:
-        """The logits of what is NaN in rows of nothing but -inf, where `log_sum` is -inf: a mean, a total.
-
-        Or `log_sum - log_sum`.
-        """
-        part = under(atom, SHOWN)
-        shows = self.is_one(part) and part.args[1] in (2, 3)
-        if part in self.rows.nothing:
-            part = under(part.all_input_nodes[0], SHOWN)
-            shows = self.is_one(part)
-        return self.operators[part.all_input_nodes[0]] if shows else None
-
-    def scale_of(self, atom: Node) -> Poly:
-        """What the logits are scaled by of which a row scalar is a statistic, but for the peak; else nothing."""
-        part = under(atom, SHOWN)
-        scaled = self.is_one(part) and part.args[1] != 0
-        return self._scales[part.all_input_nodes[0]] if scaled else ZERO
 
     def any_in(self, poly: Poly) -> bool:
         return any(map(self.is_one, poly.atoms()))
@@ -175,7 +152,7 @@ class Statistics:
             if order is not None and rank_of(rows):
                 rows = call(aten.permute.default, rows, order)
         node = call(torch.ops.slime_fused.row_stats.default, viewed, rows, factor, "")
-        self.operators[node], self._scales[node] = self.roots.root_of[x], scale
+        self.operators[node] = self.roots.root_of[x]
         parts = [call(operator.getitem, node, at) for at in range(4)]
         self.rows.peaks.add(parts[0])
         self.rows.levels[parts[0]] = self.roots.root_of[x]

@@ -115,11 +115,12 @@ OF_ONE = [(name, 1) for name in LOSSES if name not in ("chunked", "combined_norm
 
 
 @pytest.mark.parametrize(("name", "ranks"), with_more_than_two_marked([*CASES, *OF_ONE]))
-def test_an_offset_loses_nothing(name: str, ranks: int) -> None:
-    """The error is that of numbers as large as the logits are without it."""
-    found = gathered(on_threads(ranks, on_shard, ranks, name, {}, 2.0**10), "ours")
-    for got, true in zip(found, truth(name, ranks), strict=True):
-        torch.testing.assert_close(got.double(), true, rtol=2e-6, atol=4e-6)
+def test_at_an_offset(name: str, ranks: int) -> None:
+    """No less accurate than eager code at the same offset."""
+    found = on_threads(ranks, on_shard, ranks, name, {}, 2.0**10)
+    ours, eager, true = gathered(found, "ours"), gathered(found, "eager"), truth(name, ranks)
+    for at, (got, plain, wanted) in enumerate(zip(ours, eager, true, strict=True)):
+        no_worse_than_eager(got, plain, wanted, torch.float32, f"{name}, value {at}")
 
 
 class OverAnother(torch.autograd.Function):

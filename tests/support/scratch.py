@@ -26,10 +26,9 @@ import slime_compile.ops  # noqa: F401  registers what the walk emits
 from fx_passes.algebra.forms import Form, Guard, Mask
 from fx_passes.graph.facts import hint, is_float_tensor, shape_of
 from fx_passes.graph.operators import VIEWS
-from fx_passes.graph.order import ancestors, computed
+from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
-from fx_passes.walk.row_differences import take_offsets_away
 from fx_passes.walk.walk import Walk
 from tests.support.dense import Values, dense, dense_mask, dense_poly, is_no_factor
 
@@ -172,7 +171,6 @@ class Scratch:
         only_roots = None if roots is None else frozenset(roots)
         walk = Walk(self.graph, config, self.fake_mode, TABLES, only_roots)
         walk.run()
-        take_offsets_away(walk, computed(self.graph, walk.account.replacements))
         return Walked(self, walk, nodes)
 
     def script(self) -> str:
