@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import operator
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,20 +159,27 @@ class Program:
         else:
             of_loop = self.made.get(node)
             outer, block = (self.given(node), block) if of_loop is None else (of_loop, Block(0, 1))
-            found = {"v": ("rows", self._rows_of(outer, normal(block, shape_of_value(outer))))}
+            found = self._rows_of(outer, normal(block, shape_of_value(outer)))
         if not operand.gap:
             return found
         rest = operand.block.rest(shape_of_value(node))
-        sizes = [{"n": 1}, *[1] * operand.gap, *(self._number(size) for size in rest)]
+        return self._reshaped(found, [*[1] * operand.gap, *rest])
+
+    def _reshaped(self, found: Any, rest: Sequence[Any]) -> Any:
+        """A chunk in the shape [n, *rest]."""
+        sizes = [{"n": 1}, *map(self._number, rest)]
         return self._told([str(aten.reshape.default), [found, sizes], {}])
 
-    def _rows_of(self, outer: Node, block: Block) -> int:
-        """The number of a tensor with rows: of the larger one, if the loop puts a result among the same of its rows."""
-        shape, numbers = shape_of_value(outer), None
+    def _rows_of(self, outer: Node, block: Block) -> Any:
+        """A chunk of a tensor: of a larger one, if the loop puts a result among the same of its rows."""
+        shape = shape_of_value(outer)
         part = taken(outer) if block == normal(Block(0, len(shape) - 1), shape) else None
-        if part is not None and any(part.key == each.key for each in self.puts.values()):
-            outer, block, numbers = part.every, part.block, self._numbers(part)
-        return self.rows.setdefault((outer, block, numbers), len(self.rows))
+        if part is None or not any(part.key == each.key for each in self.puts.values()):
+            return {"v": ("rows", self.rows.setdefault((outer, block, None), len(self.rows)))}
+        key = part.every, part.block, self._numbers(part)
+        found = {"v": ("rows", self.rows.setdefault(key, len(self.rows)))}
+        rest = block.rest(shape)
+        return self._reshaped(found, rest) if len(rest) > 1 else found
 
     def _numbers(self, part: Part) -> int:
         return self.whole.setdefault(part.numbers(self.emit), len(self.whole))
@@ -200,7 +207,8 @@ class Program:
         if part is not None:
             every = [self._number(size) for size in shape_of_value(part.every)]
             numbers = {"v": ("whole", self._numbers(part))}
-            return ["put", self._at[node], dtype, every, numbers]
+            flat = self._reshaped(self._at[node], shape_of_value(node)[-1:])
+            return ["put", flat, dtype, every, numbers]
         if found is None:
             block = self.region.blocks[node]
             rest = [self._number(size) for size in block.rest(shape_of_value(node))]

@@ -236,6 +236,8 @@ PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "some sequences": lambda x, y: _powers(x[1:]),
     "one sequence": lambda x, y: _powers(x[2]),
     "a position": lambda x, y: _powers(x.repeat_interleave(8, 0)[:, -2]),
+    "one packed sequence": lambda x, y: _powers(x.view(1, 44, VOCAB)[:, :-4]),
+    "a dimension behind": lambda x, y: _powers(x.view(44, 1, VOCAB)[4:]),
     "read twice": lambda x, y: _powers(x[:, 1:]) + _powers(x[:, 1:]),
     "in other shapes": lambda x, y: _powers(x.view(44, VOCAB)[4:].view(4, 10, VOCAB)[:, :-1]),
     "two, with one gradient": lambda x, y: _js(x[:, :-1], y.detach()[:, :-1]),
