@@ -359,11 +359,11 @@ class _Emission:
 
     def _put(self, old: Node, found: Node) -> None:
         part = self.plan.puts.get(old)
-        if part is not None:
+        if part is not None:  # a later loop reads what the graph has of it
             old, new = part.every, self.emit.reshape(found, self.emit.sizes(part.every))
         else:
             new = _as_it_was(old, found, self.region, self.emit)
-        self.made[old] = new if old in self.region.sums else found
+            self.made[old] = new if old in self.region.sums else found
         units = self.units
         if units is not None and old in units.moving:
             units.known(old, new)

@@ -28,6 +28,9 @@ from fx_passes.rows.program import Program, Untold
 from slime_compile.ops.row_loop import Program as RowLoop
 from slime_compile.torch_private import functorch_config, inductor_config
 from tests.support import harness
+from tests.support.program_judge import Judge
+from tests.support.programs import Program as Generated
+from tests.support.programs import Spec
 
 ROWS, VOCAB, HIDDEN = 44, 160, 12
 DRAWS = 4  # of the data, judged together
@@ -281,6 +284,25 @@ def test_parts_of_given_rows_with_any_sizes(graphs: list[Graph]) -> None:
         for one, other, true in zip(got, eager, truth, strict=True):
             harness.no_worse_than_eager(one, other, true, torch.float32)
     assert [whole(graph, 8) for graph in graphs] == [[] for _ in graphs]
+
+
+def test_a_part_that_a_later_loop_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of one of two copies: their gradient is put among both, and the sum of both is the head's."""
+    spec = Spec(
+        (3, 1), 9, "float32", "float32", ("plain",) * 2, ("inside", "none"), ("plain",), "-100"
+    )
+    program = Generated(
+        (
+            "x = F.linear(h, e, e[:, 0])",
+            "v0 = x.expand(2, *x.shape)[1]",
+            "v1 = F.softmax(v0.roll(1, -1) / tau, dim=-1)",
+            "v2 = v1[..., -1]",
+            "return (v2.flatten()[1:].sum() + v1.mean(),)",
+        ),
+        spec,
+    )
+    monkeypatch.setattr(harness, "OPTIONS", harness.OPTIONS | {"chunk_mib": 64})
+    assert Judge().judge(program).kind == "equal"
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
