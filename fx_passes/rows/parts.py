@@ -268,7 +268,7 @@ def _is_of_head(node: Node) -> bool:
     """Whether it takes rows of what a matmul makes, or of a function of each element of that."""
     inner: Node = node.args[0]  # type: ignore[assignment]
     while inner.target in RESHAPES or (is_elementwise(inner) and len(inner.all_input_nodes) == 1):
-        (inner,) = inner.all_input_nodes
+        inner = inner.all_input_nodes[0]
     return inner.target in _HEADS
 
 
