@@ -205,6 +205,7 @@ def _rewritten(
     if not plan.loops or all(each.whole for each in sizes) or not _pays(plan, region, beside):
         return []
     _check_unchanged(graph, plan.loops, region)
+    spared = [len(loop.spared(region)) for loop in plan.loops]
     for node in graph.nodes:
         emit.adopt(node)
     returned = Returned(graph)
@@ -214,7 +215,8 @@ def _rewritten(
     tidy(graph)
     returned.keep_apart(emit.fake_mode, region.is_wide)
     graph.lint()
-    return [_told(loop, each, region, plan) for loop, each in zip(plan.loops, sizes, strict=True)]
+    told = zip(plan.loops, sizes, spared, strict=True)
+    return [_told(loop, each, region, plan, values) for loop, each, values in told]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,11 +411,10 @@ def _as_it_was(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
     return found
 
 
-def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan) -> Looped:
+def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan, values: int) -> Looped:
     wide = [node for node in loop.body if region.made_wide(node)]
     chunks = -(-sizes.rows // sizes.row_chunk)
     source = next(filter(None, map(source_of, wide)), "")
-    values = len(loop.spared(region))
     nodes = tuple((str(node.target), source_of(node)) for node in loop.body)
     waits = plan.waits if loop.backward else ""
     early = plan.tangent is not None

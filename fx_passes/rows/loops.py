@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.operators import SHOWN, under
 from fx_passes.graph.rows import Rows, Step
 from fx_passes.rows.region import Region
 
@@ -41,9 +43,19 @@ class Loop:
     body: dict[Node, None] = field(default_factory=dict)
 
     def spared(self, region: Region) -> list[Node]:
-        """Full-vocabulary values of which it makes a chunk at a time, and which it does not hand out."""
-        made = [node for node in self.body if region.made_wide(node) and node not in self.results]
-        return [node for node in made if isinstance(value(node), Tensor)]
+        """Full-vocabulary values of which it makes a chunk at a time, and which it does not hand out.
+
+        Exception: the softmax kept for backward under `save="softmax"`.
+        """
+        shown = {under(node, SHOWN) for node in self.results} | self.results.keys()
+        made = [node for node in self.body if region.made_wide(node) and node not in shown]
+        return [node for node in made if isinstance(value(node), Tensor) and not _is_kept(node)]
+
+
+def _is_kept(node: Node) -> bool:
+    """A softmax that another `row_grad` is made of."""
+    grad = torch.ops.slime_fused.row_grad.default
+    return node.target is grad and any(n.target is grad and n.args[0] is node for n in node.users)
 
 
 def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
