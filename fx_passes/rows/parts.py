@@ -404,12 +404,15 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _rows_of(node: Node) -> Node | None:
-    """What is put among zeros; None where it is put into something else."""
+    """The rows put among zeros; None where they are put into something else, or one row replaces another."""
     if node.target not in _PUTS:
         return None
     if node.target in _BACKWARD:
         return node.args[0]  # type: ignore[return-value]
-    into, written = node.args[0], node.args[2 if node.target in _BY_NUMBERS else 1]
+    by_numbers = node.target in _BY_NUMBERS
+    if by_numbers and node.args[3:] != (True,):
+        return None
+    into, written = node.args[0], node.args[2 if by_numbers else 1]
     return written if isinstance(into, Node) and is_zero(into) else None  # type: ignore[return-value]
 
 
@@ -469,7 +472,9 @@ def _taken_as_put(emit: Emitter, node: Node, right: Any) -> Node | None:
 def _turned_round(emit: Emitter, node: Node, outer: Node) -> Node | None:
     """A cast, a product with a number, a sum of what is put alike."""
     rows = _rows_of(node)
-    if outer.target in CASTS and value(outer).dtype.is_floating_point:
+    # rows put by their numbers may be added, in the wider dtype
+    once = node.target not in _BY_NUMBERS
+    if once and outer.target in CASTS and value(outer).dtype.is_floating_point:
         return _put(emit, node, emit.call(outer.target, rows, *outer.args[1:], **outer.kwargs))
     if _is_scaled(outer):
         return _put(emit, node, emit.call(outer.target, rows, outer.args[1]))
@@ -482,7 +487,8 @@ def _turned_round(emit: Emitter, node: Node, outer: Node) -> Node | None:
 def _is_scaled(outer: Node) -> bool:
     if outer.target not in _SCALES or outer.kwargs or not isinstance(outer.args[0], Node):
         return False
-    return isinstance(outer.args[1], (int, float)) and math.isfinite(outer.args[1])
+    number = outer.args[1]
+    return isinstance(number, (int, float)) and math.isfinite(number) and number != 0
 
 
 def _are_put_alike(outer: Node) -> bool:

@@ -305,13 +305,33 @@ def test_a_part_that_a_later_loop_reads(monkeypatch: pytest.MonkeyPatch) -> None
     assert Judge().judge(program).kind == "equal"
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_parts_are_written_over_the_logits(inner: str) -> None:
-    """The gradient of the rows that are left out is zero, in the logits' memory."""
-    draw = torch.Generator().manual_seed(0)
-    leaf = torch.randn(4, 11, VOCAB, generator=draw).requires_grad_()
-    run = compiled(PARTS["cut"], inner=inner)
-    found = []
+def test_a_row_that_replaces_another() -> None:
+    """Two rows are put at one place, and the second stays: a product over all rows does not read the first."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        rows = (hidden @ weight.t())[3:20].softmax(-1)
+        at = torch.arange(17) // 2
+        every = torch.zeros(ROWS, VOCAB, dtype=rows.dtype).index_put((at,), rows)
+        return (every.t() @ hidden).square().mean()
+
+    check(loss, _heads(), without="row_demand")
+
+
+def test_zeros_divided_by_zero() -> None:
+    """Rows left out are NaN then, as in eager mode."""
+
+    def loss(logits: Tensor, hidden: Tensor) -> Tensor:
+        put = torch.zeros(ROWS, VOCAB).slice_scatter(logits[3:].softmax(-1), 0, 3)
+        return put / 0
+
+    logits = torch.randn(ROWS, VOCAB)
+    got, eager = compiled(loss)(logits, logits), loss(logits, logits)
+    torch.testing.assert_close(got, eager, equal_nan=True)
+
+
+def _model(leaf: Tensor) -> tuple[Callable[[], Tensor], list[int]]:
+    """What makes logits that nothing else holds; the addresses of these and of their gradient, as they come."""
+    found: list[int] = []
 
     def model() -> Tensor:
         made = leaf * 1.0
@@ -319,6 +339,16 @@ def test_parts_are_written_over_the_logits(inner: str) -> None:
         made.register_hook(lambda grad: found.append(grad.data_ptr()))
         return made
 
+    return model, found
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_parts_are_written_over_the_logits(inner: str) -> None:
+    """The gradient of the rows that are left out is zero, in the logits' memory."""
+    draw = torch.Generator().manual_seed(0)
+    leaf = torch.randn(4, 11, VOCAB, generator=draw).requires_grad_()
+    run = compiled(PARTS["cut"], inner=inner)
+    model, found = _model(leaf)
     run(model(), leaf.detach()).backward()
     assert found[0] == found[1]
     assert leaf.grad is not None
@@ -574,14 +604,7 @@ def test_logits_that_nothing_holds_are_written_over() -> None:
     fn, _ = CASES["given-tsallis"]
     leaf = inputs_of(fn, ROWS, VOCAB, torch.float32)["logits"].requires_grad_()
     run = compiled(fn)
-    found = []
-
-    def model() -> Tensor:
-        made = leaf * 1.0
-        found.append(made.data_ptr())
-        made.register_hook(lambda grad: found.append(grad.data_ptr()))
-        return made
-
+    model, _ = _model(leaf)
     run(model()).backward()
     assert "reuses the logits' buffer" in str(slime_compile.reports()[-1])
     assert leaf.grad is not None
