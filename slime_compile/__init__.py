@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         trace_distributed_nn,
     )
     from slime_compile.report import Report, reports, summary
+    from slime_compile.rl.divergence import linear_divergence
     from slime_compile.rl.linear_log_probs import linear_log_probs_and_entropy
     from slime_compile.rl.log_probs import log_probs_and_entropy
     from slime_compile.rl.memory_model import max_tokens_for, peak_bytes
@@ -73,6 +74,7 @@ __all__ = [
     "flatten_logits",
     "inline_nested_compile",
     "join_responses",
+    "linear_divergence",
     "linear_log_probs_and_entropy",
     "log_probs_and_entropy",
     "max_tokens_for",
@@ -100,6 +102,7 @@ _HOMES = {
     "DeferredLogits": "deferred.logits",
     "defer_logits": "deferred.handle",
     "explain": "dry_run.explain",
+    "linear_divergence": "rl.divergence",
     "linear_log_probs_and_entropy": "rl.linear_log_probs",
     "log_probs_and_entropy": "rl.log_probs",
     "Estimate": "dry_run.estimate",

@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -54,13 +56,36 @@ def test_relative_pronouns_are_counted_in_running_text_only() -> None:
 
 
 def test_the_example_of_distillation_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distillation.md").read_text(), re.S)
+    code, _ = _examples_of_distillation()
     names: dict[str, torch.Tensor] = {}
     exec(code.replace('"slime_fused"', '"slime_fused", options={"inner": "aot_eager"}'), names)
     student = names["student"].detach().double().requires_grad_()
     first, second = (torch.log_softmax(x / 2.0, -1) for x in (student, names["teacher"].double()))
     (first.exp() * (first - second)).sum(-1).mean().backward()
     torch.testing.assert_close(names["student"].grad.double(), student.grad, rtol=1e-4, atol=1e-9)
+
+
+def test_the_example_of_linear_divergence_runs() -> None:
+    _, code = _examples_of_distillation()
+    names: dict[str, torch.Tensor] = {}
+    with mock.patch.dict(os.environ, {"SLIME_FUSED_INNER": "aot_eager"}):
+        exec(code, names)
+    student = names["student_hidden"].detach().double().requires_grad_()
+    teacher = names["teacher_hidden"] @ names["teacher_weight"][:4096].t()
+    first = torch.softmax(student @ names["student_weight"].detach().double().t() / 2.0, -1)
+    second = torch.softmax(teacher.double() / 2.0, -1)
+    mixture = (0.3 * second + 0.7 * first).log()
+    of_teacher = (second * (second.log() - mixture)).sum(-1)
+    divergence = 0.3 * of_teacher + 0.7 * (first * (first.log() - mixture)).sum(-1)
+    (divergence * names["mask"]).sum().div(names["mask"].sum()).backward()
+    torch.testing.assert_close(
+        names["student_hidden"].grad.double(), student.grad, rtol=1e-4, atol=1e-7
+    )
+
+
+def _examples_of_distillation() -> list[str]:
+    text = (ROOT / "docs/distillation.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

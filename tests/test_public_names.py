@@ -17,6 +17,7 @@ MODULES = [
     "dry_run.estimate",
     "dry_run.explain",
     "dynamo.remedies",
+    "rl.divergence",
     "rl.linear_log_probs",
     "rl.log_probs",
     "rl.memory_model",

@@ -21,7 +21,7 @@ from slime_compile.ops.regions import on_call
 from slime_compile.ops.row_program import compiled
 from slime_compile.torch_private import torch_check
 
-__all__ = ["linear_row_both", "linear_row_grad", "linear_row_stats"]
+__all__ = ["check_memory", "linear_row_both", "linear_row_grad", "linear_row_stats"]
 
 # ---- schema -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def _check_same(what: str, name: str, given: object, wanted: object) -> None:
     )
 
 
-def _check_memory(**tensors: Tensor | None) -> None:
+def check_memory(**tensors: Tensor | None) -> None:
     """FSDP frees the memory of a weight that it has sharded again, and leaves the tensor."""
     for name, tensor in tensors.items():
         if tensor is None or not tensor.numel():
@@ -290,7 +290,7 @@ def _linear_row_stats(
 ) -> tuple[Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
     _check_softcap(hidden, softcap, capped)
-    _check_memory(hidden=hidden, weight=weight, bias=bias)
+    check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
     head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
     statistics = linear_chunks.Statistics(scales, factors, means, totals)
@@ -316,7 +316,7 @@ def _linear_row_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_softcap(hidden, softcap, capped)
     _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
-    _check_memory(hidden=hidden, weight=weight, bias=bias)
+    check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
     head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
     coefficients = (terms, affine, index, values)
@@ -347,7 +347,7 @@ def _linear_row_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
     _check_softcap(hidden, softcap, capped)
-    _check_memory(hidden=hidden, weight=weight, bias=bias)
+    check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
     return linear_chunks.linear_row_both(
         kernels_of(hidden),

@@ -27,7 +27,12 @@ from slime_compile.rl.row_statistics import (
     scale_of,
 )
 
-__all__ = ["linear_log_probs_and_entropy", "log_probs_entropy_and_hits"]
+__all__ = [
+    "as_autocast",
+    "check_head",
+    "linear_log_probs_and_entropy",
+    "log_probs_entropy_and_hits",
+]
 
 _DEFAULT_CHUNK = 0  # bytes: `fx_passes/linear/chunks.py` chooses
 
@@ -110,8 +115,8 @@ def log_probs_entropy_and_hits(
 
     False where the target is ignored.
     """
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
-    _check_head(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
+    check_head(hidden, weight, bias)
     check_rows(hidden.shape[:-1], target, temperature)
     ignored = None if ignore_index is None else target == ignore_index
     if ignored is not None:
@@ -141,7 +146,7 @@ def log_probs_entropy_and_hits(
     return log_probs, None if entropy is None else entropy.view(shape), hits
 
 
-def _as_autocast(*tensors: Tensor | None) -> list[Any]:
+def as_autocast(*tensors: Tensor | None) -> list[Any]:
     """What `F.linear` would compute with: autocast's dtype, but for float64."""
     device = next(each.device.type for each in tensors if each is not None)
     if not torch.is_autocast_enabled(device):
@@ -152,22 +157,25 @@ def _as_autocast(*tensors: Tensor | None) -> list[Any]:
     ]
 
 
-def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, model: str = "") -> None:
+    """`model` is the prefix of the arguments' names."""
     if not hidden.dtype.is_floating_point:
-        raise ValueError(f"`hidden` must have a floating dtype, got {hidden.dtype}")
+        raise ValueError(f"`{model}hidden` must have a floating dtype, got {hidden.dtype}")
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
-        raise ValueError(f"`hidden` must have shape [..., D], D > 0, got {list(hidden.shape)}")
+        raise ValueError(
+            f"`{model}hidden` must have shape [..., D], D > 0, got {list(hidden.shape)}"
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted, given = f"[V, {hidden.shape[-1]}], V > 0", list(weight.shape)
-        raise ValueError(f"`weight` must have shape {wanted}, got {given}")
+        raise ValueError(f"`{model}weight` must have shape {wanted}, got {given}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"`bias` must have shape [{weight.shape[0]}], got {list(bias.shape)}")
-    for name, other in (("weight", weight), ("bias", bias)):
+    for name, other in ((f"{model}weight", weight), ("bias", bias)):
         if other is None:
             continue
         if (other.dtype, other.device) != (hidden.dtype, hidden.device):
             raise ValueError(
-                f"`{name}` must have the dtype and device of `hidden`, {hidden.dtype} on {hidden.device}, "
+                f"`{name}` must have the dtype and device of `{model}hidden`, {hidden.dtype} on {hidden.device}, "
                 f"got {other.dtype} on {other.device}; cast one of them, or call under torch.autocast"
             )
 

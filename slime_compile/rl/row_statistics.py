@@ -26,6 +26,7 @@ __all__ = [
     "RowStatistics",
     "check_columns",
     "check_rows",
+    "check_temperature",
     "columns_of",
     "scale_of",
 ]
@@ -44,6 +45,15 @@ def check_rows(rows: Sequence[int], target: Tensor, temperature: float | Tensor)
         raise ValueError(f"`target` must have an integer dtype, got {target.dtype}")
     if list(target.shape) != list(rows):
         raise ValueError(f"`target` must have shape {list(rows)}, got {list(target.shape)}")
+    check_temperature(temperature, target.shape)
+
+
+def check_temperature(temperature: float | Tensor, rows: Sequence[int]) -> None:
+    """Positive, of a shape that expands to `rows`, without a gradient.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"`temperature` must be positive, got {temperature}")
@@ -53,8 +63,8 @@ def check_rows(rows: Sequence[int], target: Tensor, temperature: float | Tensor)
             "`temperature` must not require grad, since no gradient is computed for it; "
             "pass temperature.detach()"
         )
-    if not _expands(temperature.shape, target.shape):
-        wanted, given = list(target.shape), list(temperature.shape)
+    if not _expands(temperature.shape, rows):
+        wanted, given = list(rows), list(temperature.shape)
         raise ValueError(f"`temperature` must be broadcastable to {wanted}, got {given}")
     if temperature.device.type != "cpu" or torch.compiler.is_compiling():
         return  # looking would wait for the device
@@ -63,7 +73,7 @@ def check_rows(rows: Sequence[int], target: Tensor, temperature: float | Tensor)
         raise ValueError(f"`temperature` must be positive, got {wrong[0].item()}")
 
 
-def _expands(shape: torch.Size, wanted: torch.Size) -> bool:
+def _expands(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     sizes = zip(reversed(shape), reversed(wanted), strict=False)
     return len(shape) <= len(wanted) and all(size in (1, want) for size, want in sizes)
 
