@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,6 +15,7 @@ import slime_compile
 from bench.measure.measure import profiled_peak
 from slime_compile.backend import options
 from slime_compile.ops import torch_calls
+from tests.support.harness import no_worse_than_eager
 
 # 4 MB of logits in float32; less than what the CPU operators share among threads, which the profiler does not see
 ROWS, VOCAB, HIDDEN = 250, 4096, 16
@@ -69,6 +71,57 @@ def test_peak_is_one_chunk(dtype: torch.dtype) -> None:
     taken = SCRATCH_BYTES + (MATMUL_BYTES if dtype.itemsize == 2 else 0)
     assert peak <= chunk + own_bytes(dtype) + taken + ROWS * ROW_BYTES
     assert measured(dtype, lm_head=False, by_rows=False) >= ROWS * VOCAB * dtype.itemsize > 2 * peak
+
+
+DEPTHS = 3
+
+
+def depths(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Multi-token prediction (DeepSeek-V3): states [K, N, D] of K depths under one head, targets one further for each."""
+    return _total([states @ weight.t() for states in hidden], target)
+
+
+def depths_together(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The same, by one matmul."""
+    return _total((hidden.flatten(0, 1) @ weight.t()).split(ROWS), target)
+
+
+def _total(logits: Sequence[Tensor], target: Tensor) -> Tensor:
+    losses = []
+    for depth, rows in enumerate(logits):
+        wanted = F.pad(target[depth:], (0, depth), value=-100)
+        losses.append((0.1 if depth else 1.0) * F.cross_entropy(rows.float(), wanted))
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("grad_in_forward", ["auto", "never"])
+@pytest.mark.parametrize("loss", [depths, depths_together])
+def test_losses_over_one_head(loss: Callable[..., Tensor], grad_in_forward: str) -> None:
+    """One chunk for all losses; a gradient of the weight for each matmul, until they are summed."""
+    hidden = torch.randn(DEPTHS, ROWS, HIDDEN).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN).requires_grad_()
+    target = torch.randint(VOCAB, (ROWS,))
+    chosen = {"inner": "aot_eager", "chunk_mib": CHUNK_ROWS * VOCAB * 4}
+    function: Callable[..., Tensor] = torch.compile(
+        loss, backend="slime_fused", options=chosen | {"grad_in_forward": grad_in_forward}
+    )
+
+    def gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        value = loss(*inputs, target)
+        return value.detach(), *torch.autograd.grad(value, inputs)
+
+    wide = (hidden.double(), weight.double())
+    mine, plain = (gradients(each, hidden, weight) for each in (function, loss))
+    for ours, eager, truth in zip(mine, plain, gradients(loss, *wide), strict=True):
+        no_worse_than_eager(ours, eager, truth, torch.float32)
+    report = slime_compile.reports()[-1]
+    report.assert_fused()
+    matmuls = DEPTHS if loss is depths else 1
+    assert report.to_dict()["chunked_heads"] == matmuls
+    peak = profiled_peak(lambda: gradients(function, hidden, weight))
+    own = matmuls * weight.nbytes + 2 * hidden.nbytes  # of hidden, each depth's and all together
+    chunk = CHUNK_ROWS * VOCAB * 4
+    assert peak <= chunk + SCRATCH_BYTES + own + DEPTHS * ROWS * ROW_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
