@@ -77,7 +77,7 @@ DEPTHS = 3
 
 
 def depths(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Multi-token prediction (DeepSeek-V3): states [K, N, D] of K depths under one head, targets one further for each."""
+    """Multi-token prediction (DeepSeek-V3): states [K, N, D] of K depths under one head."""
     return _total([states @ weight.t() for states in hidden], target)
 
 
