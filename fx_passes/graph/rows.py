@@ -34,7 +34,6 @@ from fx_passes.graph.operators import (
     CASTS,
     RESHAPES,
     SAME_VALUE,
-    TURNS,
     is_elementwise,
     under,
 )
@@ -258,7 +257,7 @@ _ALONG: dict[Any, tuple[str, ...]] = {
     aten.cumsum.default: ("self",),
     aten.cumprod.default: ("self",),
     aten.logcumsumexp.default: ("self",),
-    aten.flip.default: ("self",),
+    prims.rev.default: ("a",),
     aten.slice.Tensor: ("self",),
     aten.slice_scatter.default: ("self", "src"),
     aten.index_select.default: ("self",),
@@ -315,9 +314,15 @@ def _own(target: Any) -> tuple[str, ...] | None:
     return _OWN.get(schema.name) if schema is not None else None
 
 
-def are_alternatives(target: Any) -> bool:
-    """Whether an operator treats the last dimension of its first operand as alternatives."""
-    return target in _COLUMNS or _own(target) is not None
+def are_alternatives(node: Node) -> bool:
+    """Whether an operator treats the last dimension of its first operand, or of its result, as alternatives."""
+    if node.target is aten.eq.Tensor:
+        return any(
+            under(each, RESHAPES).target is prims.iota.default for each in node.all_input_nodes
+        )
+    if node.target is aten.index.Tensor:
+        return _columns_alone(_args(node)[1]) == _rank(_args(node)[0]) - 1
+    return node.target in _COLUMNS or _own(node.target) is not None
 
 
 def block_of(node: Node, known: Known) -> Block | None:
@@ -388,7 +393,10 @@ def _after_select(node: Node, first: Node, block: Block, known: Known) -> Block 
 
 
 def _before_select(node: Node, first: Node, block: Block, known: Known) -> Block | None:
-    dim = _bound(node)["dim"] % _rank(node)
+    named = _bound(node)
+    if first is named.get("self"):  # it is written into
+        return block
+    dim = named["dim"] % _rank(node)
     return Block(block.start + (dim <= block.start), block.dims)
 
 
@@ -410,15 +418,7 @@ def _block_of_view(old: Shape, block: Block, new: Shape) -> Block | None:
 
 def _turned(node: Node) -> list[int]:
     """Which dimension of the operand each one of the result is."""
-    rank = _rank(node)
-    if node.target is aten.t.default:
-        return list(range(rank))[::-1]
-    if node.target is aten.transpose.int:
-        order = list(range(rank))
-        a, b = (dim % rank for dim in _args(node)[1:3])
-        order[a], order[b] = order[b], order[a]
-        return order
-    return [dim % rank for dim in _args(node)[1]]
+    return [dim % _rank(node) for dim in _args(node)[1]]
 
 
 def _block_of_turn(node: Node, first: Node, block: Block, known: Known) -> Block | None:
@@ -507,6 +507,11 @@ def _item_step(node: Node, block: Block) -> Step | None:
 def _full_step(node: Node, block: Block) -> Step | None:
     named, name = _bound(node), _FACTORIES[node.target]
     return _called(node, {**named, name: [COUNT, *block.rest(named[name])]})
+
+
+def _memory_step(node: Node, block: Block) -> Step | None:
+    sizes = [COUNT, *block.rest(_bound(node)["size"])]
+    return Step(aten.empty.memory_format, (sizes,), {"dtype": value(node).dtype})
 
 
 def _view_step(node: Node, block: Block) -> Step | None:
@@ -639,16 +644,21 @@ def _select_step(node: Node, block: Block) -> Step | None:
     return _called(node, {**named, "self": Rows(inner, old), "dim": moved})
 
 
-def _backward_step(node: Node, block: Block) -> Step | None:
+def _put_step(node: Node, block: Block) -> Step | None:
+    """What is written at a place, or a slice, of another dimension: into zeros or into a value."""
     named = _bound(node)
     dim = named["dim"] % _rank(node)
     moved = block.moved(dim)
     if moved is None:
         return None
-    drops = node.target is aten.select_backward.default and dim < block.start
-    grad = Rows(named["grad_output"], Block(block.start - drops, block.dims))
-    sizes = [COUNT, *block.rest(named["input_sizes"])]
-    return _called(node, {**named, "grad_output": grad, "input_sizes": sizes, "dim": moved})
+    drops = node.target is not aten.slice_backward.default and dim < block.start
+    name = "src" if "src" in named else "grad_output"
+    found = {**named, name: Rows(named[name], Block(block.start - drops, block.dims)), "dim": moved}
+    if "self" in named:
+        found["self"] = Rows(named["self"], block)
+    else:
+        found["input_sizes"] = [COUNT, *block.rest(named["input_sizes"])]
+    return _called(node, found)
 
 
 def _along_step(node: Node, block: Block) -> Step | None:
@@ -754,15 +764,17 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_FACTORIES, Rule(_same_block, _full_step)),
     **dict.fromkeys(_LIKE, Rule(_right_aligned, _pointwise)),
     **dict.fromkeys(RESHAPES, Rule(_in_view, _view_step)),
-    **dict.fromkeys(TURNS, Rule(_block_of_turn, _turned_step)),
+    aten.permute.default: Rule(_block_of_turn, _turned_step),
     **dict.fromkeys(_MATMULS, Rule(_block_of_matmul, _matmul_step)),
     **dict.fromkeys(_REDUCTIONS, Rule(_block_of_reduction, _reduction_step)),
     **dict.fromkeys(_ALONG, Rule(_same_block, _along_step)),
+    aten.new_empty_strided.default: Rule(_same_block, _memory_step),
     aten.copy.default: Rule(_right_aligned, _pointwise),
     aten.expand.default: Rule(_right_aligned, _expand_step),
     aten.select.int: Rule(_after_select, _select_step),
-    aten.select_backward.default: Rule(_before_select, _backward_step),
-    aten.slice_backward.default: Rule(_same_block, _backward_step),
+    aten.select_scatter.default: Rule(_before_select, _put_step),
+    aten.select_backward.default: Rule(_before_select, _put_step),
+    aten.slice_backward.default: Rule(_same_block, _put_step),
     aten.index.Tensor: Rule(_block_of_index, _index_step),
     aten.index_put.default: Rule(_same_block, _index_write_step),
 }

@@ -287,7 +287,7 @@ def _pays(plan: _Plan, region: Region, beside: bool) -> bool:
     """
     loops = plan.loops
     spared = [node for loop in loops for node in loop.spared(region)]
-    inside = [node for node in spared if node.target not in SHOWN]
+    inside = [node for node in spared if node.target not in SHOWN and _is_computed(node)]
     if any(node.target in MATMULS for node in inside):
         return True
     # of given values without a gradient of theirs inductor stores little, but where it is cut off from the gradient's
@@ -295,6 +295,11 @@ def _pays(plan: _Plan, region: Region, beside: bool) -> bool:
     whole = [plan.puts[node].every if node in plan.puts else node for node in handed_out]
     goes_on = any(_goes_on(node, region) for node in whole)
     return bool(inside and (handed_out or beside)) and not goes_on
+
+
+def _is_computed(node: Node) -> bool:
+    """From tensors: what is not is a constant, such as the zeros that a gradient is written into."""
+    return any(isinstance(value(each), torch.Tensor) for each in node.all_input_nodes)
 
 
 def _goes_on(node: Node, region: Region) -> bool:

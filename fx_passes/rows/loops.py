@@ -3,7 +3,8 @@
 Entry point: `loops_of`. A loop computes values for one chunk of rows after the other. A value that needs a sum over all
 rows, or something that the graph computes outside the region from results of a loop, is one *level* later; so is a
 value that needs a tangent. Each loop computes its wide values again from what the region is given, so that none of them
-exists as a whole. Numbers per row and sums are computed once, by the first loop that can, and kept.
+exists as a whole. Numbers per row and sums are computed once, by the first loop that can, and kept. Exception: the
+maximum that a wide value is compared with is computed again, since a matmul over other rows may round otherwise.
 
     loss = (p * q).sum(-1).mean()       level 0: p * q, its sum per row; the mean is outside
     d loss / d logits                   level 1, since it needs a tangent: p and q again, and the gradient
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import is_backward, value
-from fx_passes.graph.operators import SHOWN, under
+from fx_passes.graph.operators import COMPARISONS, SHOWN, under
 from fx_passes.graph.rows import Rows, Step
 from fx_passes.rows.region import Region
 
@@ -74,6 +75,7 @@ class _Levels:
     def __init__(self, graph: Graph, region: Region, early: bool) -> None:
         self.region = region
         self.early = early
+        self.compared = _compared(region)
         self.level: dict[Node, int] = {}
         self.ready: dict[Node, int] = {}
         self.in_loop: set[Node] = set()
@@ -117,6 +119,19 @@ class _Levels:
         region = self.region
         narrow = node in region.steps and not region.is_wide(node)
         return narrow and any(region.is_wide(each) for each in node.all_input_nodes)
+
+
+def _compared(region: Region) -> set[Node]:
+    """Numbers per row that values made by a loop are compared with, and those that they are made of."""
+    found: set[Node] = set()
+    waiting = [node for node in region.steps if node.target in COMPARISONS]
+    waiting = [node for node in waiting if any(map(region.made_wide, node.all_input_nodes))]
+    while waiting:
+        for inner in waiting.pop().all_input_nodes:
+            if inner in region.steps and not region.is_wide(inner) and inner not in found:
+                found.add(inner)
+                waiting.append(inner)
+    return found
 
 
 class _Demands:
@@ -176,6 +191,6 @@ class _Demands:
         """Whether `loop` makes its chunks of `node` itself."""
         if node not in self.region.steps:
             return False
-        if self.region.is_wide(node):
+        if self.region.is_wide(node) or node in self.levels.compared:
             return True
         return node in self.levels.in_loop and self.levels.level[node] == loop.level

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_passes.graph.facts import hint, is_wide, same, value
+from fx_passes.graph.facts import hint, is_float_tensor, is_wide, rank_of, same, shape_of, value
 from fx_passes.graph.operators import SHOWN, VIEWS, under
 from fx_passes.graph.rows import (
     Across,
@@ -108,8 +108,11 @@ def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
             yield node
         if node.op != "call_function" or not _is_about_columns(node):
             continue
-        wide = node.all_input_nodes[0]
-        if wide not in seen and is_wide(wide, min_vocab) and not same(_rows(wide), 1):
+        marks = node.target is aten.eq.Tensor  # the columns of some numbers
+        wide = node if marks else node.all_input_nodes[0]
+        if wide in seen or not (marks or is_float_tensor(wide)):
+            continue
+        if rank_of(wide) > 1 and hint(shape_of(wide)[-1]) >= min_vocab and not same(_rows(wide), 1):
             seen.add(wide)
             yield wide
 
@@ -117,10 +120,9 @@ def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
 def _is_about_columns(node: Node) -> bool:
     if node.target is aten.amax.default:
         dims: Any = node.args[1] if len(node.args) > 1 else []
-        return len(dims) == 1 and dims[0] % len(shape_of_value(node.all_input_nodes[0])) == (
-            len(shape_of_value(node.all_input_nodes[0])) - 1
-        )
-    return are_alternatives(node.target)
+        rank = len(shape_of_value(node.all_input_nodes[0]))
+        return len(dims) == 1 and dims[0] % rank == rank - 1
+    return are_alternatives(node)
 
 
 def _rows(wide: Node) -> Any:
@@ -130,7 +132,7 @@ def _rows(wide: Node) -> Any:
 def _is_of_alternatives(region: Region) -> bool:
     """A maximum alone may be of anything: with an exponential beside it, it is a softmax's."""
     nodes = [n for n in region.steps if n.op == "call_function"]
-    return any(are_alternatives(n.target) or n.target in _SCALES for n in nodes)
+    return any(are_alternatives(n) or n.target in _SCALES for n in nodes)
 
 
 def _grown(graph: Graph, seed: Node) -> Region:

@@ -25,6 +25,7 @@ import slime_compile
 from bench.cases.rows import HEADS, LOSSES, TRAINED, inputs_of, over_heads
 from fx_passes.graph.operators import SHOWN
 from fx_passes.rows.program import Program, Untold
+from slime_compile.ops import row_body
 from slime_compile.ops.row_loop import Program as RowLoop
 from slime_compile.torch_private import functorch_config, inductor_config
 from tests.support import harness
@@ -572,6 +573,42 @@ def test_arguments_that_a_text_cannot_hold() -> None:
     node.meta["val"] = 1.0
     with pytest.raises(Untold, match="an argument is given, no size"):
         program._size(node)
+
+
+# ---- values that are computed twice ------------------------------------------------------------------------------
+
+
+CALLED = row_body._called
+
+
+def _shaken(name: str, *more: Any) -> Any:
+    """What the operator of that name gives; a matmul is rounded otherwise each time."""
+    found = CALLED(name, *more)
+    return found * (1 + 1e-6 * (torch.rand([]) - 0.5)) if name == "aten.mm.default" else found
+
+
+TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a maximum": lambda x: (x.logsumexp(-1) + x.amax(-1).square()).mean(),
+    "of a softmax": lambda x: x.softmax(-1).amax(-1).mean() + _squares(x).mean(),
+    "a threshold": lambda x: (
+        x.masked_fill(x < x.topk(9).values[:, -1:], -9.0).logsumexp(-1).square().mean()
+    ),
+    "half a maximum": lambda x: (
+        (x.softmax(-1) * (x >= x.detach().amax(-1, keepdim=True))).sum(-1).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("when", ["auto", "never"])
+def test_what_is_compared_is_of_one_matmul(
+    name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later loop computes logits again; the maximum that an earlier one found may not be among them."""
+    monkeypatch.setattr(row_body, "_called", _shaken)
+    loss, given = _of(TWICE[name]), _heads()
+    got, eager = step(compiled(loss, grad_in_forward=when), given), step(loss, given)
+    torch.testing.assert_close(got, eager, rtol=1e-3, atol=1e-4)
 
 
 # ---- where the gradient lies --------------------------------------------------------------------------------------

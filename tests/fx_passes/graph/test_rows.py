@@ -25,7 +25,7 @@ from fx_passes.torch_private import make_fx
 
 aten = torch.ops.aten
 V, N, CHUNK = 6, 12, 5
-UNSET = (aten.empty_like.default, aten.empty.memory_format)
+UNSET = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty_strided.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,13 @@ PROGRAMS: dict[str, Callable[[Tensor, int, Layout], Any]] = {
     "sort": lambda x, d, at: x.sort(dim=d)[0],
     "topk": lambda x, d, at: x.topk(2, dim=d)[1],
     "cumsum": lambda x, d, at: x.cumsum(d),
-    "flip": lambda x, d, at: x.flip(d),
+    "turned round": lambda x, d, at: torch.ops.prims.rev(x, [d]),
     "some columns": lambda x, d, at: x.narrow(d, 1, 3),
     "every other column": lambda x, d, at: aten.slice.Tensor(x, d, 0, V, 2),
     "a column": lambda x, d, at: x.select(d, -1),
     "columns written": lambda x, d, at: aten.slice_scatter(x, x.narrow(d, 0, 2) * 2, d, 2, 4),
+    "a column written": lambda x, d, at: aten.select_scatter(x, x.select(d, 0) * 2, d, 4),
+    "memory": lambda x, d, at: aten.copy(aten.new_empty_strided(x, x.shape, x.stride()), x),
     "columns by numbers": lambda x, d, at: x.index_select(d, torch.tensor([4, 0, 4])),
     "joined": lambda x, d, at: torch.cat([x, x.narrow(d, 0, 1)], d),
     "slice backward": lambda x, d, at: aten.slice_backward(
@@ -248,13 +250,13 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "softmax over rows": lambda x: x.softmax(0),
     "sort over rows": lambda x: x.sort(dim=0)[0],
     "cumsum over rows": lambda x: x.cumsum(0),
-    "rows turned round": lambda x: x.flip(0),
+    "rows turned round": lambda x: torch.ops.prims.rev(x, [0]),
     "some rows": lambda x: x[1:4].exp(),
     "rows by a mask": lambda x: x[torch.arange(N) % 2 == 0],
     "rows by numbers": lambda x: x[torch.arange(N - 1, -1, -1)],
     "other rows' columns": lambda x: x[torch.arange(N).flip(0), torch.zeros(N, dtype=torch.int64)],
     "two rows as one": lambda x: x.reshape(N // 2, 2 * V).exp(),
-    "a product of rows": lambda x: x @ x.t(),
+    "a product of rows": lambda x: x @ x.permute(1, 0),
     "the maximum of all": lambda x: x.argmax(),
     "random numbers": lambda x: torch.rand_like(x),
 }
@@ -263,6 +265,10 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", MIXED)
 def test_mixes_rows(name: str) -> None:
     assert checked(lambda x, d, at: MIXED[name](x), LAYOUTS[0]) is None
+
+
+def test_a_row_written() -> None:
+    assert checked(lambda x, d, at: aten.select_scatter(x, x[0], 0, 1), LAYOUTS[0]) is None
 
 
 def test_half_of_the_rows_dimensions_is_summed() -> None:
