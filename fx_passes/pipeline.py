@@ -24,6 +24,7 @@ from fx_passes.graph.recompute import keep_given
 from fx_passes.graph.user_lines import source_of
 from fx_passes.inplace import Consume, inplace, mark_inputs
 from fx_passes.linear import LinearConfig, linear
+from fx_passes.one_matrix import multiply_once
 from fx_passes.outcome import FuseConfig, Outcome
 from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import detach_returned
@@ -252,6 +253,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("equal_heads", "dynamo", "one matmul for all readers of deferred logits", _share_heads, _heads),
     Pass("row_demand", "dynamo", "unread rows of the logits are not computed", _demand_rows, _heads),
     Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
+    Pass("one_matrix", "joint", "a batch of matrices times one matrix is one matmul",
+         lambda graph, c: _counted(multiply_once(graph, c.min_vocab)), _heads),
     Pass("parts", "joint", "a matmul makes only the rows of logits that are read",
          _work_on_parts, _heads),
     Pass("stacks", "joint", "stacks reduced again are computed element by element",
