@@ -2,32 +2,25 @@
 
 Entry points: `inline` on a graph after partitioning, where nothing is ever recomputed or saved anew; `is_small`, which
 also the joint graph can be asked. A call of an operator takes longer than its work where the logits have few elements.
-The formulas are given by who defines the operators; they are traced and put in the operator's place.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from fx_passes.graph.emit import PROVENANCE
-from fx_passes.graph.facts import rank_of, shape_of, value
-from fx_passes.graph.operators import RESHAPES, is_pure, under
-from fx_passes.torch_private import FakeTensorMode, detect_fake_mode, make_fx
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import shape_of, value
+from fx_passes.graph.formulas import Formulas
+from fx_passes.graph.operators import RESHAPES, under
+from fx_passes.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
-
-Formulas = Mapping[Any, Callable[..., Any]]
-"""What an operator computes, in torch calls; called with the operator's arguments but the last, its region.
-
-A concatenation of columns is given as their list, with a number for a column of one number.
-"""
 
 
 def is_small(node: Node, fewer_than: int) -> bool:
@@ -37,77 +30,36 @@ def is_small(node: Node, fewer_than: int) -> bool:
     return known and math.prod(logits.shape) < fewer_than
 
 
-def inline(
-    graph: Graph, nodes: Sequence[Node], formulas: Formulas, decompositions: Mapping[Any, Any]
-) -> None:
-    """Puts formulas in the place of fused operators.
-
-    Args:
-        nodes: the operators, which `is_small` is true of.
-        formulas: of their targets.
-        decompositions: of what the formulas call, into what the compiler knows.
-    """
+def inline(graph: Graph, nodes: Sequence[Node], formulas: Formulas) -> None:
+    """Puts formulas in the place of fused operators, which `is_small` is true of."""
     fake_mode = detect_fake_mode([value(node) for node in graph.nodes])
     assert fake_mode is not None, graph
+    emitter = Emitter(graph, fake_mode)
     for node in nodes:
-        _replace(graph, node, formulas[node.target], decompositions, fake_mode)
+        emitter.origin = node
+        with graph.inserting_before(node):
+            _replace(emitter, node, formulas)
+    graph.eliminate_dead_code()
 
 
-def _replace(
-    graph: Graph,
-    node: Node,
-    formula: Callable[..., Any],
-    decompositions: Mapping[Any, Any],
-    fake_mode: FakeTensorMode,
-) -> None:
+def _replace(emitter: Emitter, node: Node, formulas: Formulas) -> None:
     x, *coefficients, _ = node.args
-    arguments = [x, *(_columns(each, rank_of(x) - 1) for each in coefficients)]
-
-    def computed(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(inputs, tensors, strict=True))
-        return formula(*tree_map_only(Node, given.get, arguments), **node.kwargs)
-
-    inputs = list(dict.fromkeys(each for each in tree_leaves(arguments) if isinstance(each, Node)))
-    with fake_mode, torch.no_grad():
-        decomposed = make_fx(computed, decomposition_table=dict(decompositions))
-        traced = decomposed(*map(value, inputs)).graph
-    placeholders = traced.find_nodes(op="placeholder")
-    copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
-    with graph.inserting_before(node):
-        results = graph.graph_copy(traced, copies)
-    made = [copies[each] for each in traced.nodes if each in copies and each not in placeholders]
-    for new in made:
-        new.meta |= {key: node.meta[key] for key in PROVENANCE if key in node.meta}
-    found = tree_leaves(results)
+    columns = [_columns(emitter, each, shape_of(x)[:-1]) for each in coefficients]
+    results = tree_leaves(formulas.emit(emitter, node.target, x, *columns, **node.kwargs))
     if isinstance(value(node), torch.Tensor):
-        node.replace_all_uses_with(*found)
-    else:
-        for user in list(node.users):  # getitem, of a tuple
-            _, number = user.args
-            assert isinstance(number, int), user
-            user.replace_all_uses_with(found[number])
-            graph.erase_node(user)
-    graph.erase_node(node)
-    _erase_unread(graph, [*(each for each in coefficients if isinstance(each, Node)), *made])
+        node.replace_all_uses_with(*results)
+        return
+    for user in list(node.users):  # getitem, of a tuple
+        _, number = user.args
+        assert isinstance(number, int), user
+        user.replace_all_uses_with(results[number])
 
 
-def _erase_unread(graph: Graph, nodes: list[Node]) -> None:
-    """Unread nodes, and nodes read by those alone."""
-    erased: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        pure = node.target is operator.getitem or is_pure(node)
-        if node not in erased and not node.users and pure:
-            nodes += node.all_input_nodes
-            graph.erase_node(node)
-            erased.add(node)
-
-
-def _columns(coefficient: Any, rows: int) -> Any:
+def _columns(emitter: Emitter, coefficient: Any, rows: Sequence[Any]) -> Any:
     """A concatenation of columns as `Formulas` take it; whatever else as it is.
 
     Args:
-        rows: how many dimensions are those of rows.
+        rows: their sizes.
     """
     if not isinstance(coefficient, Node):
         return coefficient
@@ -117,13 +69,13 @@ def _columns(coefficient: Any, rows: int) -> Any:
     columns: Any = joined.args[0]
     single = all(shape_of(column)[-1] == 1 for column in columns)
     counted = shape_of(joined)[-1] == len(columns)  # joined along the last dimension
-    if not (single and counted and math.prod(shape_of(coefficient)[rows:]) == len(columns)):
+    if not (single and counted and math.prod(shape_of(coefficient)[len(rows) :]) == len(columns)):
         return coefficient
-    return [_number(column) for column in columns]
+    return [_number(emitter, column, [*rows, 1]) for column in columns]
 
 
-def _number(column: Node) -> Node | float:
-    """The number that all rows of `column` have; itself where that is not known."""
+def _number(emitter: Emitter, column: Node, sizes: Sequence[Any]) -> Node | float:
+    """The number that all rows of `column` have; itself, in these sizes, where that is not known."""
     filled = under(column, RESHAPES | {aten.expand.default})
     number = filled.args[1] if filled.target is aten.full.default else None
-    return number if isinstance(number, int | float) else column
+    return number if isinstance(number, int | float) else emitter.reshape(column, sizes)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fx_passes.graph.formulas import Formulas
+
 if TYPE_CHECKING:  # both import this file
     from fx_passes.inplace import Decision
     from fx_passes.returned_logits import Returned
@@ -24,12 +26,14 @@ class FuseConfig:
     """What the pass may assume and must keep.
 
     Attributes:
+        formulas: what the fused operators compute.
         min_vocab: smallest last dimension that is taken for a vocabulary.
         save: what backward reads, "logits" (recompute the exponentials) or "softmax" (keep and reuse the buffer).
         verify: run the region before and after on random data and refuse on a mismatch.
         merge_collectives: exchange the row values of a vocabulary-parallel loss by one all-gather.
     """
 
+    formulas: Formulas
     min_vocab: int = 1024
     save: Save = "logits"
     verify: bool = False

@@ -14,14 +14,15 @@ from typing import Any, Literal
 
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes import inlined as formulas
 from fx_passes.collective_gradients import keep_eager_gradients
 from fx_passes.collectives.widths import least_before_autograd
 from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.fuse import fuse
+from fx_passes.graph.formulas import Formulas
 from fx_passes.graph.recompute import keep_given
 from fx_passes.graph.user_lines import source_of
+from fx_passes.inlined import inline, is_small
 from fx_passes.inplace import Consume, inplace, mark_inputs
 from fx_passes.linear import LinearConfig, linear
 from fx_passes.one_matrix import multiply_once
@@ -53,9 +54,8 @@ STAGES: dict[Stage, str] = {
 class Inline:
     """Fused operators of fewer than `fewer_than` elements become `formulas`, see `inlined.inline`."""
 
-    formulas: formulas.Formulas
+    formulas: Formulas
     fewer_than: int
-    decompositions: Callable[[], Mapping[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Config:
         without: names of passes that do not run.
     """
 
-    fuse: FuseConfig = dataclasses.field(default_factory=FuseConfig)
+    fuse: FuseConfig
     linear: LinearConfig = dataclasses.field(default_factory=LinearConfig)
     rows: RowsConfig = dataclasses.field(default_factory=lambda: RowsConfig(1024))
     lm_head: bool = True
@@ -218,14 +218,14 @@ def _inline(graph: Graph, config: Config) -> Outcome:
     assert config.small is not None
     nodes = small_nodes(graph, config.small)
     if nodes:
-        formulas.inline(graph, nodes, config.small.formulas, config.small.decompositions())
+        inline(graph, nodes, config.small.formulas)
     return _counted(len(nodes))
 
 
-def small_nodes(graph: Graph, inline: Inline) -> list[Node]:
+def small_nodes(graph: Graph, small: Inline) -> list[Node]:
     """Fused operators that become formulas."""
-    nodes = (node for node in graph.nodes if node.target in inline.formulas)
-    return [node for node in nodes if formulas.is_small(node, inline.fewer_than)]
+    nodes = (node for node in graph.nodes if node.target in small.formulas.of)
+    return [node for node in nodes if is_small(node, small.fewer_than)]
 
 
 def _inplace(graph: Graph, config: Config) -> Outcome:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.distributed import _functional_collectives as functional_collectives
     from torch.distributed.distributed_c10d import _get_group_size_by_name as group_size_by_name
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
         ShapeEnv,
         free_unbacked_symbols,
@@ -56,7 +55,6 @@ __all__ = [
     "inductor_prims",
     "is_traceable_wrapper_subclass",
     "looked_up",
-    "make_fx",
     "statically_known_true",
     "unset_fake_temporarily",
 ]
@@ -102,11 +100,6 @@ INTERFACES = {
         "the mode of the graph that is rewritten",
         'the fake_mode of any node\'s meta["val"]',
     ),
-    "make_fx": Interface(
-        "torch.fx.experimental.proxy_tensor:make_fx",
-        "the graph of an operator's formula",
-        "torch.export; or inline_below=0, which leaves the operators",
-    ),
     "statically_known_true": Interface(
         "torch.fx.experimental.symbolic_shapes:statically_known_true",
         "comparisons of symbolic sizes that add no guard",
@@ -130,8 +123,8 @@ INTERFACES = {
     ),
     "TorchDispatchMode": Interface(
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "which ATen operators a node of Dynamo's graph calls",
-        "make_fx of the node; or lm_head=False, which leaves that graph alone",
+        "the ATen operators that a fused operator's formula calls",
+        "torch.fx.experimental.proxy_tensor.make_fx of the formula",
     ),
     "is_traceable_wrapper_subclass": Interface(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",

@@ -188,13 +188,13 @@ class Emitter:
             return node
         strides = numbers(value(other).stride())
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf)
-        turned = self._permuted(node, order)
+        turned = self.permute(node, order)
         if value(turned).is_contiguous():
             return node
         packed = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
-        return self._permuted(packed, [order.index(dim) for dim in range(len(order))])
+        return self.permute(packed, [order.index(dim) for dim in range(len(order))])
 
-    def _permuted(self, node: Node, order: list[int]) -> Node:
+    def permute(self, node: Node, order: list[int]) -> Node:
         return node if order == sorted(order) else self.call(aten.permute.default, node, order)
 
     def expand(self, node: Node, sizes: Sequence[SizeArg]) -> Node:

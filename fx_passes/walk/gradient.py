@@ -6,7 +6,7 @@ Entry point: `row_grad`. The operator's arguments are described in docs/ops.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Node
 from fx_passes.algebra.forms import Exp, Form
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, value
+from fx_passes.graph.facts import BACKWARD, TAG, SizeArg, is_backward, same, shape_of, value
 from fx_passes.graph.operators import VIEWS, under
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
@@ -47,35 +47,21 @@ def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
     """The full-vocabulary value itself, in `dtype`."""
     assert form.x is not None
     wanted, dtype = dtype, _dtype_of_sum(form, dtype)
-    order = _vocabulary_last(form)
     kept = _kept_softmax(c, form, dtype)
     x, made, form = (form.x, (), form) if kept is None else kept
-    packer = _Packer(c, form, order)
-    node = operator = c.emitter.call(
+    packer = Coefficients(c, form)
+    operator = c.emitter.call(
         torch.ops.slime_fused.row_grad.default,
         packer.ordered(x),
-        packer.terms(),
-        packer.affine(),
-        *packer.columns(),
+        *packer.joined(),
         kept is not None,
         dtype,
         "",
     )
     if in_backward(c):  # also where it depends on no upstream gradient
-        node.meta[TAG] = BACKWARD
-    if order is not None:
-        node = c.emitter.call(
-            aten.permute.default, node, [order.index(dim) for dim in range(len(order))]
-        )
-    node = with_others(c, node, form, wanted)
+        operator.meta[TAG] = BACKWARD
+    node = with_others(c, packer.back(operator), form, wanted)
     return Leaving(node, form, (operator, *made), kept is not None)
-
-
-def _vocabulary_last(form: Form) -> list[int] | None:
-    rank = len(form.shape)
-    if form.vdim == rank - 1:
-        return None
-    return [dim for dim in range(rank) if dim != form.vdim] + [form.vdim]
 
 
 def _dtype_of_sum(form: Form, dtype: torch.dtype) -> torch.dtype:
@@ -145,70 +131,81 @@ def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
     return not any(is_backward(atom) for poly in known for atom in poly.atoms())
 
 
-class _Packer:
-    """Coefficients of a form as the tensors that `row_grad` takes; the vocabulary is moved last by `order`."""
+class Coefficients:
+    """Of a form, as `row_grad` takes them: its vocabulary is the last dimension."""
 
-    def __init__(self, c: Context, form: Form, order: list[int] | None) -> None:
-        self.c, self.form, self.order = c, form, order
+    def __init__(self, c: Context, form: Form) -> None:
+        rank = len(form.shape)
+        self.c, self.form = c, form
         self.dtype = dtype_of(form)
-        self.lead = c.lead_sizes(form)
+        self.order = [dim for dim in range(rank) if dim != form.vdim] + [form.vdim]
 
     def ordered(self, node: Node) -> Node:
-        if self.order is None:
-            return node
-        return self.c.emitter.call(aten.permute.default, node, self.order)
+        """`node`, of the form's dimensions, as the operator takes it."""
+        return self.c.emitter.permute(node, self.order)
 
-    def terms(self) -> Node:
-        """[..., K, 5]"""
-        if not self.form.exps:
-            return self._empty(0, 5)
-        cells = [
-            self._cell(poly) for t in self.form.exps for poly in coefficients(self.c, self.form, t)
-        ]
-        packed = self._joined(cells)
+    def back(self, node: Node) -> Node:
+        """What the operator gives, in the form's dimensions."""
+        return self.c.emitter.permute(node, [self.order.index(dim) for dim in sorted(self.order)])
+
+    def apart(self) -> Iterator[list[Node | float]]:
+        """terms, affine, index and weight, column by column; a number where all rows have one."""
+        for polys in self._polys():
+            yield [self._cell(p) if (n := p.as_number()) is None else n for p in polys]
+        for part in self._hots():
+            yield [column for columns in part for column in self._single(columns)]
+
+    def joined(self) -> Iterator[Node]:
+        """[..., K, 5], [..., 3], and [..., M] twice."""
+        terms, affine = ([self._cell(poly) for poly in polys] for polys in self._polys())
+        packed = self._joined(terms)
         sizes = [*self.c.emitter.sizes(packed)[:-1], len(self.form.exps), 5]
-        return self.c.emitter.reshape(packed, sizes)
+        yield self.c.emitter.reshape(packed, sizes)
+        yield self._joined(affine)
+        index, weight = self._hots()
+        yield self._joined(index, torch.int64)
+        yield self._joined(weight)
 
-    def affine(self) -> Node:
-        """[..., 3]"""
+    def _polys(self) -> tuple[list[Poly], list[Poly]]:
+        """Of the exponential terms, and (f, center, e)."""
         around = affine_center(self.c, self.form)
-        cells = self.form.f, around.center, self.form.e + around.value
-        return self._joined([self._cell(poly) for poly in cells])
+        terms = [p for t in self.form.exps for p in coefficients(self.c, self.form, t)]
+        return terms, [self.form.f, around.center, self.form.e + around.value]
 
-    def columns(self) -> tuple[Node, Node]:
-        """index and weight, [..., M]"""
-        hots = self.form.hots
-        if not hots:
-            return self._empty(0, dtype=torch.int64), self._empty(0)
+    def _hots(self) -> tuple[list[Node], list[Node]]:
+        """index and weight, [..., columns], of the one-hot terms."""
         indices, weights = [], []
-        for hot in hots:
+        for hot in self.form.hots:
             index = index_node(self.c, hot.index)
             count = self.c.emitter.size(index, self.form.vdim)
-            whole = self.c.emitter.cast(index, torch.int64)
-            indices.append(self.ordered(self.c.emitter.expand(whole, self._sizes(count))))
+            indices.append(self._expanded(self.c.emitter.cast(index, torch.int64), count))
             weights.append(self._cell(hot.weight, count))
-        if len(hots) == 1:
-            return indices[0], weights[0]
-        return self._joined(indices), self._joined(weights)
-
-    def _sizes(self, columns: SizeArg) -> list[SizeArg]:
-        sizes = list(self.lead)
-        sizes[self.form.vdim] = columns
-        return sizes
+        return indices, weights
 
     def _cell(self, poly: Poly, columns: SizeArg = 1) -> Node:
-        """`poly` as a tensor `[..., columns]`."""
+        """`[..., columns]`"""
         assert self.form.x is not None
-        cell = self.c.rows.emit_node(poly, self.dtype, self.form.x)
-        return self.ordered(self.c.emitter.expand(cell, self._sizes(columns)))
+        return self._expanded(self.c.rows.emit_node(poly, self.dtype, self.form.x), columns)
 
-    def _joined(self, cells: Sequence[Node]) -> Node:
-        return self.c.emitter.call(aten.cat.default, list(cells), -1)
+    def _expanded(self, node: Node, columns: SizeArg) -> Node:
+        sizes = self.c.lead_sizes(self.form)
+        sizes[self.form.vdim] = columns
+        return self.ordered(self.c.emitter.expand(node, sizes))
 
-    def _empty(self, *columns: int, dtype: torch.dtype | None = None) -> Node:
-        """`[..., *columns]` with no elements."""
+    def _single(self, columns: Node) -> list[Node]:
+        count = shape_of(columns)[-1]
+        if same(count, 1):
+            return [columns]
+        cut = functools.partial(self.c.emitter.call, aten.slice.Tensor, columns, -1)
+        return [cut(at, at + 1) for at in range(count)]
+
+    def _joined(self, cells: list[Node], dtype: torch.dtype | None = None) -> Node:
+        if len(cells) == 1:
+            return cells[0]
+        if cells:
+            return self.c.emitter.call(aten.cat.default, cells, -1)
         assert self.form.x is not None
-        sizes = [*self.c.emitter.sizes(self._cell(ZERO))[:-1], *columns]
+        sizes = [*self.c.emitter.sizes(self.ordered(self.form.x))[:-1], 0]
         return self.c.emitter.full(sizes, 0, dtype or self.dtype, self.form.x)
 
 

@@ -5,25 +5,19 @@ Entry point: `spell_out`, once a walk is over and all readers are known.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.forms import Exp, Form, OneHot
-from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.algebra.forms import Form
 from fx_passes.graph.facts import is_float_tensor, rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import EXACT, MATMULS, REDUCTIONS, VIEWS, is_elementwise, under
 from fx_passes.graph.order import computed
 from fx_passes.walk.account import Account
-from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.gradient import Leaving, adds_what_comes_in, coefficients, with_others
-from fx_passes.walk.near import affine_center
-from fx_passes.walk.statistics import dtype_of
+from fx_passes.walk.gradient import Coefficients, Leaving, adds_what_comes_in, with_others
 
 aten = torch.ops.aten
 
@@ -73,7 +67,15 @@ def _replace(c: Context, account: Account, olds: list[Node], leaving: Leaving) -
 
 def arithmetic(c: Context, form: Form, dtype: torch.dtype) -> Node:
     """The full-vocabulary value itself, in `dtype`, as `gradient.row_grad` gives it."""
-    return with_others(c, _Arithmetic(c, form).total(), form, dtype)
+    assert form.x is not None
+    given = Coefficients(c, form)
+    x = c.emitter.cast(form.x, given.dtype)
+    if _is_rounded_if_stored(c.roots.root_of[form.x]):
+        x = _rounded(c, x, value(form.x).dtype)
+    operands = (given.ordered(x), *given.apart(), False, given.dtype)
+    operator = torch.ops.slime_fused.row_grad.default
+    made = c.config.formulas.emit(c.emitter, operator, *operands)
+    return with_others(c, given.back(made), form, dtype)
 
 
 def _few_columns(form: Form) -> bool:
@@ -124,91 +126,6 @@ def _absorbs(reader: Node, node: Node) -> bool:
     if reader.target in REDUCTIONS:
         return rank_of(reader) == 0 or not same(shape_of(reader)[-1], shape_of(node)[-1])
     return reader.target is aten.cat.default or is_elementwise(reader)
-
-
-class _Arithmetic:
-    """A form as element-wise nodes, by the contract of `row_grad` (docs/ops.md): a zero factor does not look at x."""
-
-    def __init__(self, c: Context, form: Form) -> None:
-        assert form.x is not None
-        self.c, self.form, self.call = c, form, c.emitter.call
-        self.dtype = dtype_of(form)
-        self.x = c.emitter.cast(form.x, self.dtype)
-        if _is_rounded_if_stored(c.roots.root_of[form.x]):
-            self.x = _rounded(c, self.x, value(form.x).dtype)
-        self.zero = self._tensor(ZERO)
-
-    def total(self) -> Node:
-        """The sum of all terms in the compute dtype, `others` aside."""
-        parts = [*map(self._exponential, self.form.exps)]
-        for hot in self.form.hots:
-            parts += self._columns(hot)
-        parts.append(self._affine())  # last: p - 1 cancels, and the rest is not rounded as 1 is
-        parts = [part for part in parts if part is not self.zero] or parts[:1]
-        total = functools.reduce(functools.partial(self.call, aten.add.Tensor), parts)
-        return self.c.emitter.expand(total, self.c.all_sizes(self.form))
-
-    def _affine(self) -> Node:
-        """f (x - center) + (e + f center)"""
-        e, f = self.form.e, self.form.f
-        if f.is_zero:
-            return self._tensor(e)
-        around = affine_center(self.c, self.form)
-        rest = e + around.value
-        beside = self._plus(self._scaled(f, around.center), rest)
-        return self.c.where_any([f], beside, self._tensor(rest))
-
-    def _exponential(self, term: Exp) -> Node:
-        """exp(z - shift) (a + b z) with z = scale (x - center); 0 where z is -inf, unless the row has no softmax."""
-        scale, center, shift, a, b = coefficients(self.c, self.form, term)
-        z = self.c.where_any([scale], self._scaled(scale, center), self.zero)
-        probability = self.call(aten.exp.default, self._plus(z, -shift))
-        if b.is_zero:
-            weighted = self._times(probability, a)
-        else:
-            weighted = self.call(aten.mul.Tensor, probability, self._plus(self._times(z, b), a))
-        null = self.call(aten.eq.Scalar, z, -math.inf)
-        if shift.as_number() is None:
-            summed = self._tensor(shift)  # NaN in a row with +inf
-            known = self.call(aten.eq.Tensor, summed, summed)
-            null = self.call(aten.logical_and.default, null, known)
-        return self.c.where_any([a, b], self.c.emitter.where(null, self.zero, weighted), self.zero)
-
-    def _columns(self, hot: OneHot) -> Iterator[Node]:
-        """The weight where the column is an index of the row's."""
-        index, vdim = index_node(self.c, hot.index), self.form.vdim
-        size = self.c.size_of(self.form, vdim)
-        trailing = len(self.form.shape) - vdim - 1
-        columns = self.c.emitter.reshape(self.c.emitter.iota(size, index), [size] + [1] * trailing)
-        weight = self.c.emitter.align(self._tensor(hot.weight), len(self.form.shape))
-        for at in range(shape_of(index)[vdim]):
-            pick = functools.partial(self._at, vdim=vdim, at=at)
-            hit = self.call(aten.eq.Tensor, columns, pick(index))
-            yield self.c.emitter.where(hit, pick(weight), self.zero)
-
-    def _at(self, node: Node, vdim: int, at: int) -> Node:
-        """One column of several."""
-        one = same(shape_of(node)[vdim], 1)
-        return node if one else self.call(aten.slice.Tensor, node, vdim, at, at + 1)
-
-    # -- arithmetic with coefficients ------------------------------------------------------------
-
-    def _tensor(self, poly: Poly) -> Node:
-        return self.c.rows.emit_node(poly, self.dtype, self.x)
-
-    def _number_or_node(self, poly: Poly) -> Node | float:
-        return self.c.rows.emit(poly, self.dtype)
-
-    def _scaled(self, scale: Poly, center: Poly) -> Node:
-        return self._times(self._plus(self.x, -center), scale)
-
-    def _plus(self, node: Node, poly: Poly) -> Node:
-        return (
-            node if poly.is_zero else self.call(aten.add.Tensor, node, self._number_or_node(poly))
-        )
-
-    def _times(self, node: Node, poly: Poly) -> Node:
-        return node if poly == ONE else self.call(aten.mul.Tensor, node, self._number_or_node(poly))
 
 
 # -- half precision -----------------------------------------------------------------------------------

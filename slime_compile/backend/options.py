@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from fx_passes.graph.formulas import Formulas
 from fx_passes.inplace import Consume
 from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
@@ -118,9 +119,10 @@ class Options:
         """The passes that `without` names."""
         return _names(self.without)
 
-    def fuse_config(self, min_vocab: int) -> FuseConfig:
+    def fuse_config(self, min_vocab: int, formulas: Formulas) -> FuseConfig:
         """The part that the fusing pass reads, over a graph with vocabularies of `min_vocab` or more."""
         return FuseConfig(
+            formulas,
             min_vocab=min_vocab,
             save=self.save,
             verify=self.verify,

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes import inlined, pipeline
+from fx_passes import pipeline
 from fx_passes.collectives.widths import least_vocabulary
 from fx_passes.graph.backward import is_joint
+from fx_passes.graph.formulas import Formulas
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import CannotExchange, Outcome
 from fx_passes.pipeline import Config, Inline
@@ -76,7 +77,7 @@ def _config(
     min_vocab = options.min_vocab if min_vocab is None else min_vocab
     below = options.inlined_below if native.has_vectors() else 0
     return Config(
-        fuse=options.fuse_config(min_vocab),
+        fuse=options.fuse_config(min_vocab, FORMULAS),
         rows=options.rows_config(min_vocab),
         by_rows=options.by_rows,
         linear=options.linear_config(),
@@ -85,7 +86,7 @@ def _config(
         held=record.held,
         recorded=recorded(options),
         without=options.left_out,
-        small=Inline(_FORMULAS, below, select_decomp_table),
+        small=Inline(FORMULAS, below),
         **of_the_graph,
     )
 
@@ -148,7 +149,10 @@ def run_end(graph: Graph, options: Options, record: Record) -> None:
     run("joint end", graph, _config(options, record), options, record)
 
 
-_FORMULAS: inlined.Formulas = {ops.row_stats: reference.row_stats, ops.row_grad: reference.row_grad}
+FORMULAS = Formulas(
+    {ops.row_stats: reference.row_stats, ops.row_grad: reference.row_grad},
+    lambda: select_decomp_table(),
+)
 _SMALL = "they have few elements, and inductor compiles the formula (option inline_below)"
 
 

@@ -92,23 +92,23 @@ def row_grad(
         [..., V] of `dtype`, contiguous.
     """
     x = x.to(compute_dtype(x.dtype))
-    f, center, e = _columns(affine, x)
-    out = torch.zeros_like(x)
-    numbers = _columns(terms, x)
-    for k in range(0, len(numbers), TERM):
-        out = out + _exponential_term(x, numbers[k : k + TERM], softmax)
+    f, center, e = _columns(affine, x.ndim)
+    numbers = _columns(terms, x.ndim)
+    packed = [numbers[k : k + TERM] for k in range(0, len(numbers), TERM)]
+    first, *rest = [_exponential_term(x, term, softmax) for term in packed] or [torch.zeros_like(x)]
+    out = sum(rest, first)
     column = torch.arange(x.shape[-1], device=x.device)
-    for at, value in zip(_columns(index, x), _columns(weight, x), strict=True):
+    for at, value in zip(_columns(index, x.ndim), _columns(weight, x.ndim), strict=True):
         out = torch.where(column == at, out + value, out)
     out = out + _where(f == 0, e, f * (x - center) + e)
     return out.to(dtype).contiguous()
 
 
-def _columns(value: Columns, x: Tensor) -> list[Any]:
-    """Tensors, and numbers, that broadcast against x."""
-    *rows, _ = x.shape
-    columns = value.flatten(len(rows)).unbind(-1) if isinstance(value, Tensor) else value
-    return [c.reshape(*rows, 1) if isinstance(c, Tensor) else c for c in columns]
+def _columns(value: Columns, rank: int) -> list[Any]:
+    """Numbers, and tensors `[..., 1]` of `rank` dimensions."""
+    if not isinstance(value, Tensor):
+        return list(value)
+    return [column.unsqueeze(-1) for column in value.flatten(rank - 1).unbind(-1)]
 
 
 def _where(condition: Tensor | bool, chosen: Any, other: Any) -> Any:

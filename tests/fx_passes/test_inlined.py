@@ -14,25 +14,24 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fx_passes.graph.formulas import Formulas
 from fx_passes.inlined import inline, is_small
+from slime_compile.backend import passes
 from slime_compile.ops import reference
 from slime_compile.torch_private import FakeTensorMode
 
 fused = torch.ops.slime_fused
-FORMULAS = {
-    fused.row_stats.default: reference.row_stats,
-    fused.row_grad.default: reference.row_grad,
-}
+FORMULAS = Formulas(passes.FORMULAS.of)
 INF, NAN = float("inf"), float("nan")
 ROWS, VOCAB = 5, 11
 
 
 def _inlined(program: Callable[..., Any], *arguments: Tensor, mode: str = "fake") -> GraphModule:
     module = make_fx(program, tracing_mode=mode)(*arguments)
-    nodes = [node for node in module.graph.nodes if node.target in FORMULAS]
+    nodes = [node for node in module.graph.nodes if node.target in FORMULAS.of]
     small = [n for n in nodes if is_small(n, 1 << 18)]
     if small:
-        inline(module.graph, small, FORMULAS, {})
+        inline(module.graph, small, FORMULAS)
     module.graph.lint()
     module.recompile()
     return module
@@ -179,7 +178,7 @@ def test_constants_are_numbers() -> None:
         n for n in module.graph.nodes if n.op == "call_function" and n.meta["val"].numel() > ROWS
     ]
     products = [n for n in wide if n.target is torch.ops.aten.mul.Tensor]
-    assert len(products) == 2, module.graph  # x * 1.0, which compilers know, and the factor
+    assert len(products) == 1, module.graph  # with the factor
 
 
 def test_rows_in_two_dimensions() -> None:

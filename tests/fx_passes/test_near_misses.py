@@ -23,6 +23,7 @@ import slime_compile
 import slime_compile.ops  # registers what the pass puts into graphs
 from fx_passes.fuse import fuse
 from fx_passes.outcome import FuseConfig, Outcome
+from slime_compile.backend.passes import FORMULAS
 from tests.cases.spellings import Outputs, pick
 from tests.support import harness
 from tests.support.harness import MIN_VOCAB, OPTIONS, VOCAB
@@ -274,7 +275,7 @@ def passes(miss: NearMiss) -> list[tuple[list[Any], list[Any], Outcome]]:
 
     def look(gm: GraphModule) -> None:
         before = described(gm.graph)
-        outcome = fuse(gm.graph, FuseConfig(min_vocab=MIN_VOCAB))
+        outcome = fuse(gm.graph, FuseConfig(FORMULAS, min_vocab=MIN_VOCAB))
         found.append((before, described(gm.graph), outcome))
 
     def partition(gm: GraphModule, inputs: Any, **kwargs: Any) -> Any:

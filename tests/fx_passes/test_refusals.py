@@ -24,6 +24,7 @@ from fx_passes.graph.user_lines import _FRAME
 from fx_passes.outcome import FuseConfig
 from fx_passes.verify import _first_difference
 from fx_passes.walk.results import EXPECTED
+from slime_compile.backend.passes import FORMULAS
 from tests.support.scratch import VOCAB, Scratch
 
 aten = torch.ops.aten
@@ -653,7 +654,7 @@ def test_graph_stays_as_it_was(text: str, provoke: Provoke) -> None:
     provoke(s, x)
     s.graph.output((list(s.graph.nodes)[-1],))
     before = described(s)
-    outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
+    outcome = fuse(s.graph, FuseConfig(FORMULAS, min_vocab=VOCAB))
     assert outcome.fused == ()
     assert described(s) == before
 
@@ -707,12 +708,12 @@ def test_rounds_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     s.graph.output((total, s.call(aten.neg.default, other)))
     before = described(s)
     monkeypatch.setitem(fuse.__globals__, "MAX_ROUNDS", 1)
-    outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
+    outcome = fuse(s.graph, FuseConfig(FORMULAS, min_vocab=VOCAB))
     assert outcome.fused == ()
     assert [r.reason for r in outcome.rejections] == ["the logits are not settled after 1 walks"]
     assert described(s) == before
     monkeypatch.undo()
-    assert fuse(s.graph, FuseConfig(min_vocab=VOCAB)).fused
+    assert fuse(s.graph, FuseConfig(FORMULAS, min_vocab=VOCAB)).fused
 
 
 def test_a_maximum_compared_with_values_that_stay() -> None:
@@ -724,7 +725,7 @@ def test_a_maximum_compared_with_values_that_stay() -> None:
     peak = s.call(aten.amax.default, s.call(aten.mul.Tensor, x, 0.3), [-1], True)
     s.graph.output((total, s.call(aten.ge.Tensor, s.call(aten.mul.Tensor, x, 0.3), peak)))
     before = described(s)
-    outcome = fuse(s.graph, FuseConfig(min_vocab=VOCAB))
+    outcome = fuse(s.graph, FuseConfig(FORMULAS, min_vocab=VOCAB))
     reasons = [r.reason for r in outcome.rejections]
     assert "a value per row is compared with full-vocabulary values that stay" in reasons
     assert outcome.fused == ()

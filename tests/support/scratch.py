@@ -30,6 +30,7 @@ from fx_passes.graph.order import ancestors
 from fx_passes.outcome import FuseConfig
 from fx_passes.rules import TABLES
 from fx_passes.walk.walk import Walk
+from slime_compile.backend.passes import FORMULAS
 from tests.support.dense import Values, dense, dense_mask, dense_poly, is_no_factor
 
 aten = torch.ops.aten
@@ -167,7 +168,7 @@ class Scratch:
             node.meta["partitioner_tag"] = "is_backward"
         self.graph.output(tuple(returned))
         nodes = [node for node in self.graph.nodes if node.op == "call_function"]
-        config = FuseConfig(min_vocab=VOCAB, save=save)  # type: ignore[arg-type]
+        config = FuseConfig(FORMULAS, min_vocab=VOCAB, save=save)  # type: ignore[arg-type]
         only_roots = None if roots is None else frozenset(roots)
         walk = Walk(self.graph, config, self.fake_mode, TABLES, only_roots)
         walk.run()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 import slime_compile.ops  # noqa: F401  (registers the fused operators)
 from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, across, block_of, normal, step_of
-from fx_passes.torch_private import make_fx
 
 aten = torch.ops.aten
 V, N, CHUNK = 6, 12, 5
