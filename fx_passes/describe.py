@@ -71,16 +71,16 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
     result: dict[Node, Rejection] = {}
     for refusal in walk.account.refusals:
         if refusal.roots & roots and not _reads_gradient(refusal.node):
-            result.setdefault(refusal.node, _rejection(refusal.reason, refusal.node))
+            result.setdefault(refusal.node, Rejection.at(refusal.reason, refusal.node))
     for root, reason in verdict.refused.items():
-        result.setdefault(root, _rejection(reason, root))
+        result.setdefault(root, Rejection.at(reason, root))
     never = walk.context.changes.never
     for user in (u for n in never if roots and looks_wide(n, roots) for u in n.users):
         if user not in never:
             reason = (
                 "the function changes these logits in place, and backward would read the new values"
             )
-            result.setdefault(user, _rejection(reason, user))
+            result.setdefault(user, Rejection.at(reason, user))
     return result
 
 
@@ -108,12 +108,8 @@ def _too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
         last = shape_of(node)[-1] if len(shape_of(node)) >= 2 else None
         if is_float_tensor(node) and isinstance(last, int) and 1 < last < config.min_vocab:
             reason = f"the last dimension {last} is smaller than min_vocab={config.min_vocab}"
-            return (_rejection(reason, node),)
+            return (Rejection.at(reason, node),)
     return ()
-
-
-def _rejection(reason: str, node: Node) -> Rejection:
-    return Rejection(reason, str(node.target), source_of(node))
 
 
 def saved_bytes(graph: Graph, wide: set[Node]) -> int:

@@ -79,7 +79,7 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
         raise CannotExchange(
             f"verify=True: {reason}; other ranks may not see it: give merge_collectives=False on all ranks"
         )
-    return Outcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
+    return Outcome(rejections=(Rejection(f"verify=True: {reason}"),))
 
 
 # -- rounds -------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
         walk.context.emitter.discard()
     else:
         reason = f"the logits are not settled after {MAX_ROUNDS} walks"
-        return Outcome(rejections=(*rounds.rejections.values(), Rejection(reason, "", "")))
+        return Outcome(rejections=(*rounds.rejections.values(), Rejection(reason)))
     if rounds.only:
         return _commit(walk, rounds.rejections)
     walk.context.emitter.discard()

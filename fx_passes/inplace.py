@@ -31,6 +31,7 @@ from fx_passes.graph.facts import Size, byte_count, is_given, same_layout, value
 from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
+from fx_passes.refused import Refused
 from fx_passes.torch_private import PlainAOTInput, statically_known_true
 
 aten = torch.ops.aten
@@ -73,10 +74,6 @@ class Decision:
     in_place: bool
     reason: str
     owner: Owner = ""
-
-
-class _Refused(Exception):
-    """Why a gradient stays out of place; never leaves this module."""
 
 
 def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
@@ -135,8 +132,8 @@ def inplace(
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
-                raise _Refused("CUDA graphs are recorded, and nothing can be decided at run time")
-        except _Refused as refused:
+                raise Refused("CUDA graphs are recorded, and nothing can be decided at run time")
+        except Refused as refused:
             reason, owner = str(refused), ""
         decisions.append(Decision(node.name, source_of(node), not reason, reason, owner))
         if not reason:
@@ -223,7 +220,7 @@ def _write_over(graph: Graph, aliases: Aliases, node: Node) -> bool:
     try:
         _check_layout(x, node)
         _check_readers(aliases, x, node, copy)
-    except _Refused:
+    except Refused:
         return False
     graph.erase_node(copy)
     aliases.replaced(node, _rewrite(graph, node, "", []))
@@ -285,12 +282,12 @@ def _check(
 def _check_layout(x: Node, node: Node) -> None:
     old, new = value(x), value(node)
     if old.dtype != new.dtype:
-        raise _Refused(f"the gradient is {new.dtype}, the logits are {old.dtype}")
+        raise Refused(f"the gradient is {new.dtype}, the logits are {old.dtype}")
     if same_layout(value(x), value(node)):
         return
     leaves_only = all(user.op == "output" for user in node.users)
     if not (leaves_only and _non_overlapping(old)):
-        raise _Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
+        raise Refused(f"the logits have strides {list(old.stride())}, the gradient is contiguous")
 
 
 def _non_overlapping(logits: torch.Tensor) -> bool:
@@ -321,16 +318,16 @@ def _is_kernel(node: Node) -> bool:
 def _check_readers(aliases: Aliases, x: Node, node: Node, copy: Node | None = None) -> None:
     for alias in aliases.of(x):
         if alias is not x and alias in node.all_input_nodes:
-            raise _Refused("the gradient's coefficients alias the logits")
+            raise Refused("the gradient's coefficients alias the logits")
         for user in alias.users:
             if user.op == "output":
-                raise _Refused("the logits leave the backward graph")
+                raise Refused("the logits leave the backward graph")
             if user in (node, copy) or aliases.only_views(user, x):
                 continue
             if user > node:
-                raise _Refused(f"the logits are read again at {source_of(user) or user.name}")
+                raise Refused(f"the logits are read again at {source_of(user) or user.name}")
             if not _is_kernel(user) and not descendants([user], node) <= ancestors([node]):
-                raise _Refused(
+                raise Refused(
                     f"the logits are read at {source_of(user) or user.name}, for later use"
                 )
 
@@ -345,7 +342,7 @@ def _unordered(aliases: Aliases, x: Node, node: Node) -> Iterator[Node]:
             continue
         results = [r for r in (reader, *reader.users) if isinstance(value(r), torch.Tensor)]
         if not results:
-            raise _Refused(f"the logits are read at {source_of(reader) or reader.name}")
+            raise Refused(f"the logits are read at {source_of(reader) or reader.name}")
         yield results[0]
 
 
@@ -354,7 +351,7 @@ def _owner(
 ) -> Owner:
     owners = [n for n in aliases.of(x) if is_given(n)]
     if len(owners) > 1:
-        raise _Refused("two saved tensors share the storage of the logits")
+        raise Refused("two saved tensors share the storage of the logits")
     if not owners:
         return ""
     if owners[0] in donated:
@@ -368,9 +365,9 @@ def _owner(
 
 def _anyone(owner: Node, x: Node) -> Owner:
     if owner.meta.get(_INPUT) == _CHANGED:
-        raise _Refused(f"the logits are an input and {_CHANGED}")
+        raise Refused(f"the logits are an input and {_CHANGED}")
     if owner is not x:
-        raise _Refused("only a view of the logits is used, and its references cannot be counted")
+        raise Refused("only a view of the logits is used, and its references cannot be counted")
     return "anyone"
 
 
@@ -378,16 +375,16 @@ def _check_consumed(owner: Node, x: Node, consume_logits: bool) -> None:
     """The caller's own, with permission."""
     reason = owner.meta.get(_INPUT)
     if reason is None:
-        raise _Refused("the saved logits alias a value the caller can see")
+        raise Refused("the saved logits alias a value the caller can see")
     if not consume_logits:
-        raise _Refused(
+        raise Refused(
             "the logits are an input of the compiled function; "
             "options={'consume_logits': True} lets the gradient overwrite them"
         )
     if reason:
-        raise _Refused(f"the logits are an input and {reason}")
+        raise Refused(f"the logits are an input and {reason}")
     if owner is not x:
-        raise _Refused("only a view of the caller's logits is used, and autograd does not check it")
+        raise Refused("only a view of the caller's logits is used, and autograd does not check it")
 
 
 def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:
@@ -398,7 +395,7 @@ def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:
         if other is x or not isinstance(wide, torch.Tensor) or _INPUT not in other.meta:
             continue
         if wide.dtype.is_floating_point and wide.dim() and other.users and _wide(wide, logits):
-            raise _Refused("another input with the same vocabulary is read in backward")
+            raise Refused("another input with the same vocabulary is read in backward")
 
 
 def _wide(other: torch.Tensor, logits: torch.Tensor) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.fx import Node
 
 from fx_passes.graph.formulas import Formulas
+from fx_passes.graph.user_lines import source_of
 
 if TYPE_CHECKING:  # both import this file
     from fx_passes.inplace import Decision
@@ -61,8 +63,12 @@ class Rejection:
     """Something that was left as it was: why, at which node, at which line of the user's (`file:line` or "")."""
 
     reason: str
-    node: str
-    source: str
+    node: str = ""
+    source: str = ""
+
+    @classmethod
+    def at(cls, reason: str, node: Node | None) -> Rejection:
+        return cls(reason) if node is None else cls(reason, str(node.target), source_of(node))
 
 
 @dataclasses.dataclass(frozen=True)

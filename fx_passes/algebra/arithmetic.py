@@ -10,20 +10,14 @@ from torch.fx import Node
 
 from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
+from fx_passes.refused import Refused
 
 MAX_EXPONENTIALS = 6
 MAX_COLUMNS = 16
 
 
-class Refused(Exception):
-    """A rule cannot express its result as a form; the message is the reason that the user reads."""
-
-
-class TwoLogits(Refused):
-    """Values over two logits meet. A graph may know better what the second are: made of the first."""
-
-    def __init__(self) -> None:
-        super().__init__("values over two different logits meet")
+TWO_LOGITS = "values over two different logits meet"
+"""A graph may know better what the second are: made of the first."""
 
 
 def only_known(*forms: Form) -> None:
@@ -45,7 +39,7 @@ def is_infinite(form: Form) -> bool:
 
 def common_logits(left: Form, right: Form) -> Node | None:
     if left.x is not None and right.x is not None and left.x is not right.x:
-        raise TwoLogits
+        raise Refused(TWO_LOGITS)
     return left.x if left.x is not None else right.x
 
 

@@ -16,6 +16,7 @@ from fx_passes.graph.aliases import Aliases, changed_outside, own_copy, written_
 from fx_passes.graph.backward import is_joint
 from fx_passes.graph.facts import is_backward, is_given, same_layout, value
 from fx_passes.graph.order import computed
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 
@@ -111,7 +112,7 @@ def keep_out_of_backward(graph: Graph) -> None:
         for copy in readers - computed(graph, {}, forward=True):
             # the partitioner makes in forward only what forward needs
             if any(user.meta.get("slime_fused") for user in copy.users):
-                raise NotImplementedError("backward alone reads an input that forward changes")
+                raise Refused("backward alone reads an input that forward changes")
     for reader in _with_own_copies(graph, readers):
         reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fx_passes.graph.operators import Target
+from fx_passes.refused import Refused
 from fx_passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -39,17 +40,13 @@ _ARITHMETIC = {
 """Element by element, of one dtype if that of its tensors is one of floats."""
 
 
-class SizeUnknown(Exception):
-    """A new value would have a size of its own; the message is the reason that the user reads."""
-
-
 def result_of(
     fake_mode: FakeTensorMode, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What `target` gives for these fake tensors, numbers and lists of them.
 
     Raises:
-        SizeUnknown: see NOTE [Sizes that data alone says].
+        Refused: see NOTE [Sizes that data alone says].
     """
     if target in _ARITHMETIC and not kwargs and (like := _all_alike(args)) is not None:
         with unset_fake_temporarily():  # of the compile that goes on
@@ -58,7 +55,7 @@ def result_of(
     with fake_mode, _leaving_no_symbol(fake_mode.shape_env):
         made = target(*args, **kwargs)
     if (symbols := _symbols(made)) and not symbols <= _symbols((args, kwargs)):
-        raise SizeUnknown(f"data alone says how large the result of a new {target} is")
+        raise Refused(f"data alone says how large the result of a new {target} is")
     return made
 
 

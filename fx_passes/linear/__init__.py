@@ -29,9 +29,8 @@ from fx_passes.graph.facts import byte_count, shape_of
 from fx_passes.graph.order import descendants, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.chunks import SHARE, Sizes
-from fx_passes.linear.degrees import NotInForward
 from fx_passes.linear.gradients import Products, products_of
-from fx_passes.linear.head import Head, Refused, head_of, is_head, made_of
+from fx_passes.linear.head import Head, head_of, is_head, made_of
 from fx_passes.linear.pieces import pieces_of, sizes_of
 from fx_passes.linear.readers import (
     Readers,
@@ -42,6 +41,7 @@ from fx_passes.linear.readers import (
 )
 from fx_passes.linear.rewrite import Rewrite
 from fx_passes.outcome import Outcome, Rejection
+from fx_passes.refused import Refused
 from fx_passes.torch_private import detect_fake_mode
 from fx_passes.verify import mismatch, trial_of
 
@@ -157,7 +157,7 @@ def linear(graph: Graph, config: LinearConfig) -> LinearOutcome:
     reason = mismatch(graph, trial, graph.owning_module or torch.nn.Module(), narrow)
     if reason is None:
         return _linear(graph, config, fake_mode)
-    return LinearOutcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
+    return LinearOutcome(rejections=(Rejection(f"verify=True: {reason}"),))
 
 
 def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome:
@@ -175,7 +175,7 @@ def _linear(graph: Graph, config: LinearConfig, fake_mode: Any) -> LinearOutcome
                 told = _rewritten(node, emit, config, node in pieces.kept, changed)
             except Refused as refused:
                 emit.discard()
-                rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
+                rejections.append(Rejection.at(refused.reason, node))
                 continue
         if told is not None:
             chunked.append(told)
@@ -229,11 +229,11 @@ def _emit(
         return ""
     try:
         if piece:
-            raise NotInForward("each piece would keep a gradient of the weight")
+            raise Refused("each piece would keep a gradient of the weight")
         grad, found = _single(products)
         rewrite.both(readers, grad, found)
         _check_pays(rewrite.head, found, sizes, config)
-    except NotInForward as reason:
+    except Refused as reason:
         rewrite.restart()
         rewrite.forward(readers)
         for grad, found in products.items():
@@ -244,22 +244,22 @@ def _emit(
 
 def _single(products: dict[Node, Products]) -> tuple[Node, Products]:
     if len(products) != 1:
-        raise NotInForward("the function computes several gradients of these logits")
+        raise Refused("the function computes several gradients of these logits")
     return next(iter(products.items()))
 
 
 def _check_pays(head: Head, products: Products, sizes: Sizes, config: LinearConfig) -> None:
     """Chunks of rows need a sum for the weight, which half precision keeps in float32 beside the gradient."""
     if config.in_forward == "never":
-        raise NotInForward("option grad_in_forward is never")
+        raise Refused("option grad_in_forward is never")
     if head.dtype == torch.float16:
-        raise NotInForward("float16 has no room for a gradient before the loss is scaled")
+        raise Refused("float16 has no room for a gradient before the loss is scaled")
     if "recompute" in head.root.meta:
-        raise NotInForward("a checkpoint recomputes it in backward")
+        raise Refused("a checkpoint recomputes it in backward")
     total = byte_count(head.weight.base) * 2 if sizes.itemsize == 2 and products.wanted[1] else 0
     if config.in_forward == "auto" and total > sizes.bytes // SHARE:
         mib = total / 2**20
-        raise NotInForward(f"its sum would take {mib:,.0f} MiB, more than a chunk may")
+        raise Refused(f"its sum would take {mib:,.0f} MiB, more than a chunk may")
 
 
 def _check_unchanged(head: Head, changed: set[Node]) -> None:
@@ -284,7 +284,7 @@ def _made_otherwise(graph: Graph, products: list[Node], chunk_bytes: int) -> lis
         if origin not in made or sizes_of(origin, chunk_bytes).whole:
             continue
         reason = f"the logits come from {origin.target}, not from a matmul, so they are materialised in full"
-        found[origin] = Rejection(reason, str(origin.target), source_of(origin))
+        found[origin] = Rejection.at(reason, origin)
     return list(found.values())
 
 

@@ -16,15 +16,12 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import value
 from fx_passes.graph.operators import CASTS, SAME_ROWS, TURNS, WRITES, is_zero
 from fx_passes.graph.user_lines import source_of
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 
 ZERO, PLAIN, MULTIPLE = "zero", "plain", "multiple"
 """A constant 0; independent of backward's number; a multiple of it. 0 is either."""
-
-
-class NotInForward(Exception):
-    """Why the gradient has to wait for backward."""
 
 
 def line_of(node: Node) -> str:
@@ -59,7 +56,7 @@ class Units:
         self._made[node] = made
 
     def degree(self, node: Any) -> str:
-        """Raises NotInForward where the value is no multiple of the number."""
+        """Raises Refused where the value is no multiple of the number."""
         if not isinstance(node, Node):
             return ZERO if isinstance(node, int | float) and node == 0 else PLAIN
         if node not in self.moving:
@@ -87,7 +84,7 @@ def degree_of_result(node: Node, found: Sequence[str], operator: Any = None) -> 
         return ZERO if zero and _zero_result(target, found) else PLAIN
     rule = _HOMOGENEOUS.get(target)
     if rule is None or not rule(node, found):
-        raise NotInForward(f"{line_of(node)} is not linear in the loss's gradient")
+        raise Refused(f"{line_of(node)} is not linear in the loss's gradient")
     return PLAIN if target in _COMPARED else MULTIPLE
 
 

@@ -17,18 +17,11 @@ from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import RESHAPES, TURNS, VIEWS
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.softcap import Softcap, under_softcap
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 
 PRODUCTS = {aten.mm.default, aten.bmm.default}
-
-
-class Refused(Exception):
-    """Why logits stay whole, and the node at which that was found."""
-
-    def __init__(self, reason: str, node: Node) -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,9 @@ from fx_passes.graph.facts import same, shape_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, SAME_ROWS, WRITES, is_zero
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.slices import takes_all
-from fx_passes.linear.degrees import (
-    MULTIPLE,
-    PLAIN,
-    ZERO,
-    NotInForward,
-    Units,
-    degree_of_result,
-    line_of,
-)
+from fx_passes.linear.degrees import MULTIPLE, PLAIN, ZERO, Units, degree_of_result, line_of
 from fx_passes.linear.samples import Part, Written, addends, are_all, part_of
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -79,7 +72,7 @@ def in_forward(
         rows: N, as a size.
 
     Raises:
-        NotInForward: with the reason.
+        Refused: with the reason.
     """
     tangents = [n for n in grad.graph.find_nodes(op="placeholder") if is_tangent(n)]
     _, terms, affine, index, values, *_ = grad.args
@@ -87,7 +80,7 @@ def in_forward(
     above = ancestors(wanted) | set(wanted)
     reached = [n for n in tangents if n in above]
     if len(reached) != 1 or shape_of(reached[0]):
-        raise NotInForward("the gradient does not come from one scalar loss")
+        raise Refused("the gradient does not come from one scalar loss")
     moving = descendants(readers)
     units = Units(reached[0], descendants(tangents), emit)
     builder = _Builder(stats, picks, moving, units, rows, emit)
@@ -139,7 +132,7 @@ class _Builder:
         for at, part in enumerate(parts):
             found, wanted = self._degree(part), degrees[at % len(degrees)]
             if not empty and found not in (ZERO, wanted):
-                raise NotInForward(
+                raise Refused(
                     f"a coefficient is not a multiple of the loss's gradient: {line_of(part)}"
                 )
         place, rest = self.place(node), self._rest(node)
@@ -179,7 +172,7 @@ class _Builder:
         if node not in self.moving:
             return self._input(node, node)
         if node.op != "call_function" or not isinstance(value(node), torch.Tensor):
-            raise NotInForward(f"a coefficient depends on {line_of(node)}")
+            raise Refused(f"a coefficient depends on {line_of(node)}")
         return self._called(node)
 
     def _in_shape_of(self, node: Node, at: int) -> int:
@@ -197,7 +190,7 @@ class _Builder:
             return self._add(["whole", self._input_number(node)], degree)
         if not self._has_rows_of(node, like):
             if self._rest(like) is None or like in self._parts:
-                raise NotInForward(f"a coefficient depends on other rows: {line_of(like)}")
+                raise Refused(f"a coefficient depends on other rows: {line_of(like)}")
             node = self.emit.expand(
                 self.emit.align(node, len(shape_of(like))), self.emit.sizes(like)
             )
@@ -242,7 +235,7 @@ class _Builder:
     def _fixed_rest(self, node: Node) -> list[int]:
         rest = self._rest(node)
         if rest is None or not all(isinstance(size, int) for size in rest):
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         return list(rest)
 
     # -- parts of the rows -----------------------------------------------------------------------
@@ -261,7 +254,7 @@ class _Builder:
         whole: Node = node.args[0]  # type: ignore[assignment]
         at = self.place(whole)
         if whole in self._parts:
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         self._mark(node, node)
         return at
 
@@ -285,7 +278,7 @@ class _Builder:
                 self.place(arg)
                 found += [self._parts[arg]] if arg in self._parts else []
         if any(part != found[0][0] or not same(rows, found[0][1]) for part, rows in found):
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         if found:
             self._parts[node] = found[0]
 
@@ -299,7 +292,7 @@ class _Builder:
         for each in written:
             sets.setdefault(self._of_all(each), []).append(each)
         if not all(self._are_whole(parts, node) for parts in sets.values()):
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         rest = [self._signed(self._operand(each.node, node), each.sign) for each in others]
         return functools.reduce(lambda left, right: self._plus(left, right, node), [*sets, *rest])
 
@@ -362,7 +355,7 @@ class _Builder:
             return self._within_a_row(node)
         tags = getattr(target, "tags", ())
         if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         return self._pointwise(node)
 
     def _reshaped(self, node: Node, first: Node) -> int:
@@ -375,7 +368,7 @@ class _Builder:
             before = self._fixed_rest(first)
             ranks = len(shape_of(first)), len(before)
             if step == "expand" and ranks != (len(shape_of(node)), len(rest)):
-                raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+                raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         return self._add([step, at, rest], self._degrees[at])
 
     def _joined(self, node: Node) -> int:
@@ -385,7 +378,7 @@ class _Builder:
         kept = len(self._fixed_rest(node))
         place = dim % rank - (rank - kept)
         if place < 0:
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         places = [self._operand(part, node, joined=True) for part in parts]
         degrees = {self._degrees[at] for at in places}
         return self._add(["cat", places, place + 1], degrees.pop() if len(degrees) == 1 else PLAIN)
@@ -403,7 +396,7 @@ class _Builder:
         listed = dims if isinstance(dims, list) else [dims]
         places = [0 if dim is None else dim % rank - rows + 1 for dim in listed]
         if not places or min(places) < 1:  # none listed: a sum of all
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         args = [{"value": self._operand(each, each)} for each in tensors]
         moved: Any = places if isinstance(dims, list) else places[0]
         others = [self._argument(arg, node) for arg in node.args[at + 1 :]]
@@ -424,12 +417,12 @@ class _Builder:
             return {"dtype": _name(arg)}
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
-        raise NotInForward(f"an argument of {line_of(node)} is {arg}, no real number")
+        raise Refused(f"an argument of {line_of(node)} is {arg}, no real number")
 
     def _operand(self, arg: Node, node: Node, joined: bool = False) -> int:
         """The place of an operand whose rows are those of `node`."""
         if not isinstance(value(arg), torch.Tensor):
-            raise NotInForward(f"a size is an operand of {line_of(node)}")
+            raise Refused(f"a size is an operand of {line_of(node)}")
         if not shape_of(arg):
             return self.place(arg)
         if (
@@ -437,15 +430,15 @@ class _Builder:
             and _is_one_element(arg)
             and value(arg).dtype != value(node).dtype
         ):
-            raise NotInForward(f"an operand of {line_of(node)} has another dtype than its result")
+            raise Refused(f"an operand of {line_of(node)} has another dtype than its result")
         of_others = node in self._parts and arg not in self._parts and not _is_one_element(arg)
         if not shape_of(node) or of_others:
-            raise NotInForward(f"a coefficient depends on other rows: {line_of(node)}")
+            raise Refused(f"a coefficient depends on other rows: {line_of(node)}")
         self._fixed_rest(node)  # or it waits
         if self._has_rows_of(arg, node):
             return self.place(arg)
         if arg in self.moving or joined:
-            raise NotInForward(f"rows are broadcast in {line_of(node)}")
+            raise Refused(f"rows are broadcast in {line_of(node)}")
         return self._input(arg, node)
 
     # -- multiples -------------------------------------------------------------------------------
@@ -454,7 +447,7 @@ class _Builder:
         """The degree of a pointwise result.
 
         Raises:
-            NotInForward: it is neither independent of backward's number nor a multiple of it.
+            Refused: it is neither independent of backward's number nor a multiple of it.
         """
         return degree_of_result(node, [self._degree_of(arg) for arg in node.args])
 

@@ -79,7 +79,7 @@ def pieces_of(heads: Sequence[Node], chunk_bytes: int) -> Pieces:
 
 def _left(node: Node, reason: str) -> Rejection:
     text = f"the function computes the logits in pieces, and they stay as they are: {reason}"
-    return Rejection(text, str(node.target), source_of(node))
+    return Rejection.at(text, node)
 
 
 def _why_not_kept(node: Node, late: set[Node]) -> str:

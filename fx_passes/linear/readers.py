@@ -17,8 +17,8 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
 from fx_passes.graph.operators import SAME_ROWS, WRITES, under
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear.head import Refused
 from fx_passes.linear.softcap import derivative_of
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused

@@ -18,12 +18,12 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward, same_shape, shape_of, value
 from fx_passes.graph.operators import is_collective
 from fx_passes.graph.order import ancestors
-from fx_passes.linear.degrees import NotInForward
 from fx_passes.linear.gradients import Products
-from fx_passes.linear.head import Head, Refused
+from fx_passes.linear.head import Head
 from fx_passes.linear.in_forward import RowProgram, in_forward
 from fx_passes.linear.readers import Readers, Rows, origin_of
 from fx_passes.linear.samples import are_all, part_of
+from fx_passes.refused import Refused
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
@@ -85,13 +85,13 @@ class _Wanted:
         """Gathers from all rows as columns [from, to) of what is picked.
 
         Raises:
-            NotInForward: their number is symbolic.
+            Refused: their number is symbolic.
         """
         found, start = {}, 0
         for columns in self.picks:
             count = shape_of(columns.index)[1]
             if not isinstance(count, int):
-                raise NotInForward("the number of picked columns is symbolic")
+                raise Refused("the number of picked columns is symbolic")
             if columns.of_all_rows:
                 found.update(dict.fromkeys((n for n, _ in columns.taken), (start, start + count)))
             start += count
@@ -167,11 +167,11 @@ class Rewrite:
         """Statistics, and the gradients that `grad` ends in, by one operator in forward.
 
         Raises:
-            NotInForward: with the reason; nothing that was made is used.
+            Refused: with the reason; nothing that was made is used.
         """
         groups = self._groups(readers)
         if len(groups) > 1 or groups[0].origin is not self.head.root:
-            raise NotInForward("some rows of the logits are read alone")
+            raise Refused("some rows of the logits are read alone")
         wanted = self._wanted_of(groups[0])
         hidden_rows = shape_of(self.hidden)[0]
         stats, picks = wanted.of_stats(), wanted.of_picks()
@@ -241,7 +241,7 @@ class Rewrite:
         returned = made.graph.output_node().all_input_nodes
         kept = ancestors(n for n in returned if not is_backward(n))
         if any(is_collective(node) and node not in kept for node in ancestors([made])):
-            raise NotInForward(
+            raise Refused(
                 "it needs a collective of backward; other ranks may not run it in forward"
             )
 

@@ -40,12 +40,13 @@ from fx_passes.graph.rows import Block, normal
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import InForward
 from fx_passes.linear.chunks import SHARE, Sizes
-from fx_passes.linear.degrees import NotInForward, Units
+from fx_passes.linear.degrees import Units
 from fx_passes.outcome import Outcome, Rejection
+from fx_passes.refused import Refused
 from fx_passes.rows.early import kept_bytes, tangent_of
 from fx_passes.rows.loops import Loop, loops_of
 from fx_passes.rows.parts import Part, put, work_on_parts
-from fx_passes.rows.program import Program, Untold
+from fx_passes.rows.program import Program
 from fx_passes.rows.region import Region, regions_of
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch, trial_of
@@ -137,14 +138,6 @@ class RowsOutcome:
         )
 
 
-class Refused(Exception):
-    """Why a region stays as it was; the message is what the user reads."""
-
-    def __init__(self, reason: str, node: Node) -> None:
-        super().__init__(reason)
-        self.node = node
-
-
 def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
     """Replace what works row by row on values as wide as a vocabulary by loops over chunks of rows.
 
@@ -165,7 +158,7 @@ def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
     reason = mismatch(graph, trial, graph.owning_module or torch.nn.Module(), narrow)
     if reason is None:
         return _by_rows(graph, config, fake_mode)
-    return RowsOutcome(rejections=(Rejection(f"verify=True: {reason}", "", ""),))
+    return RowsOutcome(rejections=(Rejection(f"verify=True: {reason}"),))
 
 
 def _dtypes(graph: Graph) -> list[torch.dtype]:
@@ -184,8 +177,9 @@ def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> Row
                 looped += _rewritten(graph, region, emit, config, forward and bool(looped))
             except Refused as refused:
                 emit.discard()
-                node = refused.node
-                rejections.append(Rejection(str(refused), str(node.target), source_of(node)))
+                rejections.append(
+                    Rejection.at(refused.reason, refused.node or next(iter(region.steps)))
+                )
     left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
     return RowsOutcome(tuple(looped), tuple(rejections), left)
 
@@ -245,11 +239,11 @@ def _planned(graph: Graph, region: Region, config: RowsConfig) -> _Plan:
         tangent = tangent_of(graph, region, late)
         early = loops_of(graph, region, early=True)
         if len(early) >= len(loops):
-            raise NotInForward("it needs sums over all rows of the loss")
+            raise Refused("it needs sums over all rows of the loss")
         limit = _sizes_of(late[0], region, config).bytes // SHARE
         if config.in_forward == "auto" and kept_bytes(region, late) > limit:
-            raise NotInForward("its sums would be larger than a chunk may")
-    except NotInForward as reason:
+            raise Refused("its sums would be larger than a chunk may")
+    except Refused as reason:
         return _Plan(loops, None, _puts_of(loops, region), str(reason))
     return _Plan(early, tangent, _puts_of(early, region))
 
@@ -340,10 +334,7 @@ class _Emission:
 
     def _loop(self, loop: Loop) -> None:
         given = self.units.of if self.units is not None else lambda node: node
-        try:
-            program = Program(loop, self.region, self.emit, self.plan.puts, self.made, given)
-        except Untold as untold:
-            raise Refused(str(untold), next(iter(loop.body))) from untold
+        program = Program(loop, self.region, self.emit, self.plan.puts, self.made, given)
         if not program.rows:
             raise Refused("all rows are equal, and made of one", next(iter(loop.body)))
         self.emit.origin = next(iter(loop.results))

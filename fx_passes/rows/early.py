@@ -19,15 +19,8 @@ from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import byte_count, is_backward, same, shape_of, value
 from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero
 from fx_passes.graph.order import ancestors, descendants
-from fx_passes.linear.degrees import (
-    LINEAR,
-    MULTIPLE,
-    PLAIN,
-    ZERO,
-    NotInForward,
-    degree_of_result,
-    line_of,
-)
+from fx_passes.linear.degrees import LINEAR, MULTIPLE, PLAIN, ZERO, degree_of_result, line_of
+from fx_passes.refused import Refused
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.region import Region
 
@@ -53,14 +46,14 @@ def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
     """The tangent of which every result of `loops` that depends on one is a multiple.
 
     Raises:
-        NotInForward: there is none, with the reason.
+        Refused: there is none, with the reason.
     """
     tangents = [n for n in graph.find_nodes(op="placeholder") if is_tangent(n)]
     results = [n for loop in loops if loop.backward for n in loop.results]
     above = ancestors(results)
     reached = [n for n in tangents if n in above]
     if len(reached) != 1 or shape_of(reached[0]):
-        raise NotInForward("the gradient does not come from one scalar loss")
+        raise Refused("the gradient does not come from one scalar loss")
     _check_kept(region, results)
     moving = descendants(reached)
     degrees = _Degrees(reached[0])
@@ -71,9 +64,7 @@ def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
         if node in moving:
             degrees.enter(node)
     if any(is_collective(n) and is_backward(n) for n in above):
-        raise NotInForward(
-            "it needs a collective of backward; other ranks may not run it in forward"
-        )
+        raise Refused("it needs a collective of backward; other ranks may not run it in forward")
     return reached[0]
 
 
@@ -81,11 +72,11 @@ def _check_kept(region: Region, results: Iterable[Node]) -> None:
     """What forward makes is kept until backward."""
     for node in results:
         if region.is_wide(node):
-            raise NotInForward("the gradient is as large as the logits")
+            raise Refused("the gradient is as large as the logits")
         if value(node).dtype == torch.float16:
-            raise NotInForward("float16 has no room for a gradient before the loss is scaled")
+            raise Refused("float16 has no room for a gradient before the loss is scaled")
     if any("recompute" in node.meta for node in region.steps):
-        raise NotInForward("a checkpoint recomputes it in backward")
+        raise Refused("a checkpoint recomputes it in backward")
 
 
 def kept_bytes(region: Region, loops: Iterable[Loop]) -> int:
@@ -139,7 +130,7 @@ class _Degrees:
         if _name(target) == "slime_fused::row_grad":
             return self._of_gradient(node)
         if not isinstance(value(node), Tensor):
-            raise NotInForward(f"{line_of(node)} depends on the loss's gradient")
+            raise Refused(f"{line_of(node)} depends on the loss's gradient")
         if target is aten.cat.default:
             return self.of(node.args[0])
         found = [self.of(arg) for arg in node.args]
@@ -150,7 +141,7 @@ class _Degrees:
         return self._refused(node) if target in MATMULS else degree_of_result(node, found)
 
     def _refused(self, node: Node) -> str:
-        raise NotInForward(f"{line_of(node)} is not linear in the loss's gradient")
+        raise Refused(f"{line_of(node)} is not linear in the loss's gradient")
 
     def _of_gradient(self, node: Node) -> str:
         """Coefficients that are multiples, of exponentials that are none: see docs/ops.md."""

@@ -42,15 +42,12 @@ from fx_passes.graph.rows import (
     shape_of_value,
     wide_dtype,
 )
+from fx_passes.refused import Refused
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.parts import Part, taken
 from fx_passes.rows.region import Region
 
 aten = torch.ops.aten
-
-
-class Untold(Exception):
-    """A step has an argument that the text cannot hold; the message says which."""
 
 
 class Program:
@@ -143,11 +140,11 @@ class Program:
             return [self._argument(each) for each in arg]
         if arg is None or isinstance(arg, (bool, int, float, str)):
             return arg
-        raise Untold(f"an argument is {arg}")
+        raise Refused(f"an argument is {arg}")
 
     def _size(self, node: Node) -> Any:
         if not isinstance(value(node), torch.SymInt):
-            raise Untold(f"an argument is {node}, no size")
+            raise Refused(f"an argument is {node}, no size")
         if node not in self.sizes:
             self.sizes.append(node)
         return {"s": self.sizes.index(node)}
@@ -189,7 +186,7 @@ class Program:
             return size
         found: SizeArg | None = self.emit.size_of(size.node.expr)
         if found is None:
-            raise Untold(f"an argument is {size}")
+            raise Refused(f"an argument is {size}")
         return found if isinstance(found, int) else self._size(found)
 
     def _given(self, operand: Whole) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Shape, SizeArg, guarded_same, hint, rank_of, same, shape_of, value
+from fx_passes.refused import Refused
 from fx_passes.rules.indices import are_distinct, counting_axis
 from fx_passes.rules.operands import is_constant
 from fx_passes.rules.row_moves import roll, slice_rows

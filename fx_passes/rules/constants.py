@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Guard, Mask
 from fx_passes.graph.facts import is_float_tensor, same, shape_of, value
+from fx_passes.refused import Refused
 from fx_passes.rules.operands import is_constant
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result

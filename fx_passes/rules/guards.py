@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, is_infinite, only_everywhere, scaled
+from fx_passes.algebra.arithmetic import add, is_infinite, only_everywhere, scaled
 from fx_passes.algebra.forms import Exp, Form, Guard, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE, under
+from fx_passes.refused import Refused
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import (
     form_beside,

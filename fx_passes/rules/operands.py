@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Guard, Mask, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.refused import Refused
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand
 from fx_passes.walk.statistics import dtype_of

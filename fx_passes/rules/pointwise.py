@@ -10,7 +10,6 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.arithmetic import (
-    Refused,
     add,
     is_infinite,
     only_everywhere,
@@ -23,6 +22,7 @@ from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import is_backward, is_float_tensor, same_shape, shape_of, value
 from fx_passes.graph.operators import CASTS, VIEWS, under
 from fx_passes.graph.order import ancestors
+from fx_passes.refused import Refused
 from fx_passes.rules.operands import form_beside, mask_form, pair
 from fx_passes.rules.row_scalars import stays_rounded
 from fx_passes.rules.two_numbers import compared_with, two_numbers

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_everywhere, only_known, scaled
+from fx_passes.algebra.arithmetic import only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.facts import is_float_tensor, same, shape_of
+from fx_passes.refused import Refused
 from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node

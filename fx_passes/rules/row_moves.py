@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, only_known
+from fx_passes.algebra.arithmetic import only_known
 from fx_passes.algebra.forms import Exp, Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Size, SizeArg, rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
+from fx_passes.refused import Refused
 from fx_passes.rules.indices import rolled_by
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context

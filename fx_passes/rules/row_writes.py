@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_known, scaled
+from fx_passes.algebra.arithmetic import add, only_everywhere, only_known, scaled
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, hint, same, same_shape, shape_of
 from fx_passes.graph.operators import CASTS, under
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
+from fx_passes.refused import Refused
 from fx_passes.rules.row_moves import reshape_rows, row_form, zeros_for
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Operand, Result

@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused, add, only_everywhere, only_known
+from fx_passes.algebra.arithmetic import add, only_everywhere, only_known
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
 from fx_passes.graph.operators import SHOWN, under
+from fx_passes.refused import Refused
 from fx_passes.walk.context import Context
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Exp, Form
 from fx_passes.algebra.poly import ZERO, Poly
 from fx_passes.graph.changes import Changes
@@ -32,6 +31,7 @@ from fx_passes.graph.operators import Target
 from fx_passes.graph.order import ancestors
 from fx_passes.graph.per_row import exchanges, numbers_per_row
 from fx_passes.outcome import FuseConfig
+from fx_passes.refused import Refused
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots

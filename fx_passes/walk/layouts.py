@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from fx_passes.graph.emit import Emitter, viewable
 from fx_passes.graph.facts import is_backward, same_layout, shape_of, value
-from fx_passes.graph.fakes import SizeUnknown, result_of
+from fx_passes.graph.fakes import result_of
 from fx_passes.graph.operators import Target
 from fx_passes.graph.order import computed
+from fx_passes.refused import Refused
 from fx_passes.walk.account import Account
 
 aten = torch.ops.aten
@@ -47,11 +48,9 @@ def keep_layouts(emitter: Emitter, account: Account) -> None:
     while asked := _asked(emitter, turned, live):
         for reader, values in asked.items():
             if reader.target is aten.view.dtype and not _COPIES_STAY_AS_THEY_ARE:
-                raise NotImplementedError(
-                    "torch before 2.13 cannot view the bytes of a turned copy"
-                )
+                raise Refused("torch before 2.13 cannot view the bytes of a turned copy")
             if values <= copied and reader.op != "output":
-                raise NotImplementedError(f"{reader.target} of a value with gaps in its memory")
+                raise Refused(f"{reader.target} of a value with gaps in its memory")
         fresh = set().union(*asked.values()) - copied
         if not fresh:
             return
@@ -92,7 +91,7 @@ def _asked(emitter: Emitter, turned: dict[Node, Node], live: set[Node]) -> dict[
             continue
         try:
             made = _computed(emitter, node, fakes)
-        except (RuntimeError, SizeUnknown):  # torch refuses the strides
+        except (RuntimeError, Refused):  # torch refuses the strides
             found[node] = values
             continue
         if not _alike(value(node), made):

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, OneHot
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import same, shape_of, value
+from fx_passes.refused import Refused
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor
 from fx_passes.graph.operators import CASTS, SHOWN, under
+from fx_passes.refused import Refused
 from fx_passes.walk.context import Context
 from fx_passes.walk.row_nodes import ROUNDING
 from fx_passes.walk.statistics import dtype_of

@@ -9,8 +9,8 @@ from typing import TypeAlias, Union
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form, Mask
+from fx_passes.refused import Refused
 
 Operand: TypeAlias = Union[
     Form, Mask, Node, float, int, bool, str, torch.dtype, "Sequence[Operand]", None

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fx_passes.algebra.arithmetic import Refused
 from fx_passes.algebra.forms import Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
 from fx_passes.graph.operators import CASTS, SHOWN, under
+from fx_passes.refused import Refused
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowScalars
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fx_passes.algebra.arithmetic import Refused, TwoLogits
+from fx_passes.algebra.arithmetic import TWO_LOGITS
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.changes import Changes
 from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
-from fx_passes.graph.fakes import SizeUnknown
 from fx_passes.graph.operators import (
     CASTS,
     COMPARISONS,
@@ -34,6 +33,7 @@ from fx_passes.graph.operators import (
 from fx_passes.graph.order import ancestors
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import FuseConfig
+from fx_passes.refused import Refused
 from fx_passes.torch_private import FakeTensorMode
 from fx_passes.walk.account import Account, Refusal
 from fx_passes.walk.context import MADE_OF_LOGITS, Context, dtype_name
@@ -151,9 +151,9 @@ class Walk:
                 self._check_rounding(result)
                 only_one_offset(self.context, result)
                 only_with_its_columns(self.context, result)
-        except (Refused, SizeUnknown) as refused:
-            made = isinstance(refused, TwoLogits) and self._are_made_of_logits(operands)
-            self._refuse(node, MADE_OF_LOGITS if made else str(refused), operands)
+        except Refused as refused:
+            made = refused.reason == TWO_LOGITS and self._are_made_of_logits(operands)
+            self._refuse(node, MADE_OF_LOGITS if made else refused.reason, operands)
             result = None
         if result is None and node.target is c10d.wait_tensor.default:
             return self._receive(node)

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import slime_compile
 from bench.cases.rows import HEADS, LOSSES, TRAINED, inputs_of, over_heads
 from fx_passes.graph.operators import SHOWN
-from fx_passes.rows.program import Program, Untold
+from fx_passes.refused import Refused
+from fx_passes.rows.program import Program
 from slime_compile.ops import row_body
 from slime_compile.ops.row_loop import Program as RowLoop
 from slime_compile.torch_private import functorch_config, inductor_config
@@ -567,11 +568,11 @@ def test_logits_that_are_added_to_given_ones_wait() -> None:
 def test_arguments_that_a_text_cannot_hold() -> None:
     program = object.__new__(Program)
     program.sizes = []
-    with pytest.raises(Untold, match="an argument is 1j"):
+    with pytest.raises(Refused, match="an argument is 1j"):
         program._argument(1j)
     node = Graph().placeholder("given")
     node.meta["val"] = 1.0
-    with pytest.raises(Untold, match="an argument is given, no size"):
+    with pytest.raises(Refused, match="an argument is given, no size"):
         program._size(node)
 
 

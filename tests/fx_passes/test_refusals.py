@@ -751,6 +751,7 @@ UNREACHABLE: set[str] = {
     "a condition that is not a row mask",
     "a size of a value without logits",
     "all rows are equal, and made of one",  # a loop over copies of one row does not pay
+    "backward alone reads an input that forward changes",  # `fuse` reads such logits in forward
 }
 
 NO_REASONS = {EXPECTED, _FRAME.pattern}  # a label, and a regular expression

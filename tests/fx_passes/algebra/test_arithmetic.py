@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_passes.algebra.arithmetic import Refused, add, common_logits, join, product, scaled
+from fx_passes.algebra.arithmetic import add, common_logits, join, product, scaled
 from fx_passes.algebra.forms import Exp, Extent, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
+from fx_passes.refused import Refused
 from tests.support.dense import Values, dense, dense_poly
 
 ROWS, VOCAB = 4, 5
