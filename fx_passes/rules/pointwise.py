@@ -235,7 +235,7 @@ def _nothing(c: Context, factor: Form) -> Poly:
         if not c.statistics.any_in(term.shift):
             nothing = c.emitter.where(c.is_empty(factor, stats), zero, nothing)
         nothing = c.where_any([term.a, term.b], nothing, zero)
-        c.rows.nothing.add(nothing)
+        c.rows.tell(nothing, nothing=True)
     return Poly.atom(nothing)
 
 

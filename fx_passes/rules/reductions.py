@@ -17,6 +17,7 @@ from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
+from fx_passes.walk.known import Weighted
 from fx_passes.walk.near import is_centered, near
 from fx_passes.walk.results import (
     EXPECTED,
@@ -27,7 +28,6 @@ from fx_passes.walk.results import (
     RowValue,
     as_form,
 )
-from fx_passes.walk.shards import Weighted
 from fx_passes.walk.spelled_out import arithmetic
 from fx_passes.walk.statistics import dtype_of
 

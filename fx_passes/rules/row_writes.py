@@ -219,7 +219,7 @@ class _Embedding:
         return kept * Poly.atom(self._place(emitted))
 
     def _may_cancel(self, monomial: Monomial, atom: Node) -> bool:
-        return len(monomial) > 1 and self.c.shards.is_largest(atom)
+        return len(monomial) > 1 and self.c.rows.fact(atom).largest
 
     def _index(self, node: Node) -> Node:
         return self._stripped(node) or self._place(node)
@@ -229,6 +229,6 @@ class _Embedding:
 
     def _place(self, node: Node) -> Node:
         placed = self.c.rows.place(self.back(self.c.spread(self.inner, node)))
-        if self.c.shards.is_largest(under(node, CASTS)):
-            self.c.shards.largest.add(placed)
+        if self.c.rows.fact(under(node, CASTS)).largest:
+            self.c.rows.tell(placed, largest=True)
         return placed

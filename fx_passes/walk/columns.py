@@ -11,12 +11,11 @@ from fx_passes.algebra.arithmetic import add, only_everywhere, only_known
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
 from fx_passes.graph.facts import hint, rank_of, same, shape_of
-from fx_passes.graph.operators import SHOWN, under
 from fx_passes.refused import Refused
 from fx_passes.walk.context import Context
+from fx_passes.walk.known import Guarded
 from fx_passes.walk.left import softmax_left
 from fx_passes.walk.near import Near, affine_center, near
-from fx_passes.walk.row_nodes import Guarded
 from fx_passes.walk.statistics import dtype_of
 
 aten = torch.ops.aten
@@ -51,7 +50,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             form = form.with_(exps=())
         elif form.x is not None:
             logit = c.emitter.cast(c.gather(form.x, form.vdim, everywhere), dtype)
-            c.rows.levels[under(logit, SHOWN)] = c.roots.root_of[form.x]
+            c.rows.tell(logit, logits=c.roots.root_of[form.x])
             taken = Poly.atom(logit)
     if not form.f.is_zero:
         # first: (x - max) - log_sum, never x + (...); `RowNodes.emit` sees to it where the factor is a number
@@ -94,9 +93,8 @@ def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> P
         return difference * scale
     scaled = c.rows.emit_node(difference * c.as_one(form, scale), dtype, like)
     scaled = c.where_any([scale], scaled, c.rows.emit_node(ZERO, dtype, like))
-    c.rows.guarded[scaled] = Guarded(difference * scale, scale)
-    if not around.center.is_zero:
-        c.rows.level_free.add(under(scaled, SHOWN))
+    guarded = Guarded(difference * scale, scale)
+    c.rows.tell(scaled, guarded=guarded, level_free=not around.center.is_zero)
     return Poly.atom(scaled)
 
 
@@ -130,7 +128,7 @@ def _weighted(c: Context, term: Exp, y: Poly, probability: Node, dtype: torch.dt
     zero = c.rows.emit_node(ZERO, dtype, probability)
     null = c.emitter.call(aten.eq.Scalar, probability, 0)
     weighted = c.emitter.where(null, zero, c.rows.emit_node(factor, dtype, probability))
-    c.rows.guarded[weighted] = Guarded(factor, Poly.atom(probability))
+    c.rows.tell(weighted, guarded=Guarded(factor, Poly.atom(probability)))
     return Poly.atom(weighted)
 
 

@@ -33,10 +33,10 @@ from fx_passes.graph.per_row import exchanges, numbers_per_row
 from fx_passes.outcome import FuseConfig
 from fx_passes.refused import Refused
 from fx_passes.torch_private import FakeTensorMode
+from fx_passes.walk.known import Weighted
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowRule, RowScalars
-from fx_passes.walk.shards import Shards, Weighted
 from fx_passes.walk.statistics import Statistics, Stats, compute_dtype, dtype_of
 
 aten = torch.ops.aten
@@ -54,7 +54,6 @@ class Context:
         values: what every node is that was visited: a form, a mask, a tuple of those, or the node itself.
         only: the roots that are taken; None while every value that could be one is.
         changes: inputs that the graph changes in place, which are no root or one in forward alone.
-        shards: what is known of numbers per row that ranks exchange.
     """
 
     def __init__(
@@ -72,8 +71,6 @@ class Context:
         self.rows = RowScalars(self.emitter, row_table)
         self.roots = Roots(self.emitter)
         self.statistics = Statistics(self.roots, self.rows)
-        self.beside_peaks: dict[tuple[Node, Poly, Poly], tuple[Poly, Poly]] = {}  # near.py
-        self.shards = Shards()
         # of ranks that exchange some each takes the same values for logits, whatever its sizes are
         self.per_row = numbers_per_row(graph) if any(map(exchanges, graph.nodes)) else frozenset()
         self.values: dict[Node, Result] = {}
@@ -201,7 +198,7 @@ class Context:
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
         zero = self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
-        self.rows.nothing.add(zero)
+        self.rows.tell(zero, nothing=True)
         return zero
 
     def is_empty(self, form: Form, stats: Stats) -> Node:
@@ -240,7 +237,7 @@ class Context:
         product = self.emitter.call(aten.mul.Tensor, mass, self.rows.emit_node(number, dtype, mass))
         product = self.rows.zero_where_placed(number.common(), product)
         node = self.emitter.where(null, zero, product)
-        self.shards.weighted[node] = row
+        self.rows.tell(node, weighted=row)
         return node
 
     # -- sizes -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fx_passes.algebra.poly import ZERO, Monomial, Poly
 from fx_passes.graph.facts import is_float_tensor, ranks_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, is_zero, under
 from fx_passes.walk.context import Context
-from fx_passes.walk.shards import Weighted
+from fx_passes.walk.known import Weighted
 from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
@@ -43,10 +43,7 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
     assert isinstance(operand, Node)
     if ranks_of(group) == 1:
         return c.emitter.represents.get(operand, operand)
-    c.shards.shared[wait] = group
-    level = _level(c, operand)
-    if level is not None:
-        c.rows.levels[wait] = level
+    c.rows.tell(wait, group=group, logits=_level(c, operand))
     if under(operand, RESHAPES | SAME_VALUE | CASTS) not in row_values:
         return None
     if operation == "max":
@@ -70,13 +67,11 @@ def _level(c: Context, operand: Node) -> Node | None:
 def _largest(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
     """max_r (s level_r) = s max_r level_r for a number s > 0."""
     number, level = c.rows.meaning(operand).as_share() or (0.0, operand)
-    logits = c.rows.logits_of(level)
+    logits = c.rows.fact(level).logits
     if logits is None or number <= 0:
         return None
     largest = wait if number == 1 else _all_reduced(c, level, "max", group, wait)
-    c.shards.shared[largest] = group
-    c.shards.largest.add(largest)
-    c.rows.levels[largest] = logits
+    c.rows.tell(largest, group=group, largest=True, logits=logits)
     if number == 1:
         return None
     return _emit(c, Poly.atom(largest) * Poly.number(number), compute_dtype(logits), wait)
@@ -87,9 +82,9 @@ def _added(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
     own = under(own, RESHAPES)
     if number != 1:
         return None
-    if own in c.rows.masses:
-        c.shards.totals[wait] = own
-    weighted = c.shards.weighted.get(own)
+    weighted = c.rows.fact(own, ()).weighted
+    if c.rows.fact(own, ()).exponent is not None:
+        c.rows.tell(wait, own=own)
     return None if weighted is None else _mean(c, wait, weighted, group)
 
 
@@ -106,24 +101,18 @@ def _mean(c: Context, wait: Node, weighted: Weighted, group: object) -> Node | N
     dtype = value(weighted.mass).dtype
     product = c.weighted(Weighted(weighted.mass, others))
     mean = _all_reduced(c, product, "sum", group, wait)
-    c.shards.shared[mean] = group
-    c.rows.level_free.add(mean)
+    c.rows.tell(mean, group=group, level_free=True)
     return _emit(c, alike + Poly.atom(mean), dtype, wait)
 
 
 def _shared_by_all(c: Context, monomial: Monomial, mass: Node, group: object) -> Monomial | None:
     """What is multiplied with the share of the rank, where all ranks have the same, and an offset in it."""
-    totals = [a for a, power in monomial if power == -1 and _is_total(c, a, mass, group)]
-    if len(totals) != 1:
+    facts = {factor: c.rows.fact(factor[0], RESHAPES) for factor in monomial}
+    totals = [at for at, fact in facts.items() if at[1] == -1 and fact.own is mass]
+    if len(totals) != 1 or any(fact.group != group for fact in facts.values()):
         return None
-    rest = tuple(factor for factor in monomial if factor[0] is not totals[0])
-    alike = all(c.shards.shared.get(under(a, RESHAPES)) == group for a, _ in rest)
-    return rest if alike and c.rows.has_level(rest) else None
-
-
-def _is_total(c: Context, atom: Node, mass: Node, group: object) -> bool:
-    total = under(atom, RESHAPES)
-    return c.shards.totals.get(total) is mass and c.shards.shared[total] == group
+    rest = tuple(factor for factor in monomial if factor != totals[0])
+    return rest if c.rows.has_level(rest) else None
 
 
 def _all_reduced(c: Context, node: Node, operation: str, group: object, like: Node) -> Node:

@@ -108,7 +108,7 @@ def _meant(c: Context, poly: Poly) -> Poly:
 
 
 def _meant_by(c: Context, atom: Node) -> Poly:
-    guarded = c.rows.guarded.get(atom)
+    guarded = c.rows.fact(atom, ()).guarded
     inner = c.rows.meaning(atom) if guarded is None else guarded.poly
     return inner if inner == Poly.atom(atom) else _meant(c, inner)
 
@@ -116,7 +116,7 @@ def _meant_by(c: Context, atom: Node) -> Poly:
 def _known(c: Context, poly: Poly) -> Poly:
     """What it means, where none of the rows is NaN."""
     terms = _meant(c, poly).terms.items()
-    return Poly({m: number for m, number in terms if c.rows.nothing.isdisjoint(dict(m))})
+    return Poly({m: n for m, n in terms if not any(c.rows.fact(a, ()).nothing for a, _ in m)})
 
 
 def _without(masks: set[Node], poly: Poly) -> Poly:

@@ -49,12 +49,12 @@ def only_one_offset(c: Context, form: Form) -> None:
     constant = any(not any(c.rows.is_given(atom) for atom, _ in monomial) for monomial in given)
     if c.rows.is_placed(form.f):  # `near` finds nothing that it could take away in some rows alone
         given += [monomial for monomial in form.e.terms if _is_unknown_level(c, monomial)]
-    levels = any(c.rows.logits_of(atom) is not None for atom in form.e.atoms())
+    levels = any(c.rows.fact(atom).logits is not None for atom in form.e.atoms())
     if constant or len(given) > 1 or (given and levels):
         raise Refused(
             "a constant, or a second number per row, is added to logits and may cancel their offset"
         )
-    if any(map(c.rows.is_peak, form.e.atoms())) and not c.rows.is_placed(form.f):
+    if any(c.rows.fact(atom).peak for atom in form.e.atoms()) and not c.rows.is_placed(form.f):
         raise Refused("a part of the maximum is taken away from logits")
 
 
@@ -62,7 +62,8 @@ def is_centered(c: Context, form: Form) -> bool:
     """Whether `f x + e` takes the maximum away as often as the logits are in it; of all positive scales it is one."""
     assert form.x is not None
     root = c.roots.root_of[form.x]
-    peaks = [p for p in form.e.atoms() if c.rows.is_peak(p) and c.rows.logits_of(p) is root]
+    facts = {atom: c.rows.fact(atom) for atom in form.e.atoms()}
+    peaks = [atom for atom, fact in facts.items() if fact.peak and fact.logits is root]
     if not peaks:
         return False
     whole = form.e + form.f * Poly.atom(peaks[0])
@@ -83,8 +84,8 @@ def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
 def _is_unknown_level(c: Context, monomial: Monomial) -> bool:
     """A number that was made of the logits, it is not known how: it may be as large as they are."""
     made = [atom for atom, _ in monomial if is_float_tensor(atom) and not c.rows.is_given(atom)]
-    known = c.rows.zero_outside | c.rows.level_free
-    return any(under(atom, SHOWN) not in known and c.rows.logits_of(atom) is None for atom in made)
+    facts = [c.rows.fact(a) for a in made if under(a, SHOWN) not in c.rows.zero_outside]
+    return any(fact.logits is None and not fact.level_free for fact in facts)
 
 
 def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
@@ -97,7 +98,7 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
     wanted = [
         *([stats.peak] if stats else []),
         *(part for part in parts if part is not None and _is_peak(c, part)),
-        *(Poly.atom(atom) for atom in shift.atoms() if c.rows.is_peak(atom)),
+        *(Poly.atom(atom) for atom in shift.atoms() if c.rows.fact(atom).peak),
     ]
     found = [each for each in dict.fromkeys(wanted) if _has(shift, scale * each)]
     if not found:
@@ -117,8 +118,8 @@ def _shared_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]
     assert form.x is not None
     peaks, parts = [], ZERO
     for monomial, factor in shift.terms.items():
-        mine = [atom for atom, power in monomial if power == 1 and c.rows.is_peak(atom)]
-        if len(mine) == 1 and c.rows.logits_of(mine[0]) is c.roots.root_of[form.x]:
+        mine = [atom for atom, power in monomial if power == 1 and c.rows.fact(atom).peak]
+        if len(mine) == 1 and c.rows.fact(mine[0]).logits is c.roots.root_of[form.x]:
             peaks += mine
             parts += Poly({tuple(each for each in monomial if each[0] is not mine[0]): factor})
     away = any(scale.terms.get(part, 0.0) * number > 0 for part, number in parts.terms.items())
@@ -132,7 +133,7 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
         return found
     for monomial, factor in shift.terms.items():
         share = (Poly({monomial: factor}).over(scale) or ZERO).as_share()
-        if share is not None and share[0] == 1.0 and not c.rows.is_level_free(share[1]):
+        if share is not None and share[0] == 1.0 and not c.rows.fact(share[1]).level_free:
             return Near(Poly.atom(share[1]), scale * Poly.atom(share[1]))
         if factor == 1.0 and monomial:
             return _beside(c, form, Poly({monomial: 1.0}), scale)
@@ -147,15 +148,12 @@ def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
         return Near(part * Poly.number(1 / number), part)
     if stats is None or form.x is None:
         return Near()
-    key = form.x, scale, part
-    if key not in c.beside_peaks:
-        call, dtype, x = c.emitter.call, dtype_of(form), form.x
-        peak = c.rows.emit_node(stats.peak, dtype, x)
-        finite = call(aten.lt.Scalar, call(aten.abs.default, peak), math.inf)
-        center = Poly.atom(c.emitter.where(finite, peak, c.rows.emit_node(ZERO, dtype, x)))
-        distance = Poly.atom(c.rows.emit_node(center * scale, dtype, x)) - part
-        c.beside_peaks[key] = center, part + Poly.atom(c.rows.emit_node(distance, dtype, x))
-    return Near(*c.beside_peaks[key])
+    call, dtype, x = c.emitter.call, dtype_of(form), form.x
+    peak = c.rows.emit_node(stats.peak, dtype, x)
+    finite = call(aten.lt.Scalar, call(aten.abs.default, peak), math.inf)
+    center = Poly.atom(c.emitter.where(finite, peak, c.rows.emit_node(ZERO, dtype, x)))
+    distance = Poly.atom(c.rows.emit_node(center * scale, dtype, x)) - part
+    return Near(center, part + Poly.atom(c.rows.emit_node(distance, dtype, x)))
 
 
 def _has(whole: Poly, part: Poly) -> bool:
@@ -167,6 +165,6 @@ def _is_peak(c: Context, poly: Poly) -> bool:
     single = poly.as_monomial()
     if single is None or single[0] != 1.0:
         return False
-    largest = [atom for atom, _ in single[1] if c.shards.is_largest(atom)]
+    largest = [atom for atom, _ in single[1] if c.rows.fact(atom).largest]
     atoms = largest or [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
-    return len(atoms) == 1 and (atoms == largest or c.rows.is_peak(atoms[0]))
+    return len(atoms) == 1 and (atoms == largest or c.rows.fact(atoms[0]).peak)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -16,7 +15,8 @@ from torch.fx import Node
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_backward, value
-from fx_passes.graph.operators import SHOWN, VIEWS, Target, under
+from fx_passes.graph.operators import VIEWS, Target
+from fx_passes.walk.known import Known
 
 aten = torch.ops.aten
 
@@ -33,46 +33,19 @@ _OF_NUMBERS: dict[Target, Target] = {
 _ROW_MOVES = VIEWS | {aten.cat.default, aten.index_select.default}
 
 
-class Guarded(NamedTuple):
-    """What a node computes where its factor `by` is not 0; 0 elsewhere, whatever the other factors are."""
-
-    poly: Poly
-    by: Poly
-
-
-class RowNodes:
+class RowNodes(Known):
     """Emits row scalars, each polynomial in one way.
 
     Attributes:
         meanings: the polynomial that each node computes, as far as it was looked at.
         zero_outside: nodes that are zero outside the rows that they were written into; see `place`.
-        peaks: nodes that are the logit of each row that is largest once it is scaled.
-        levels: maps each per-row value that grows with a common offset of the logits to the logits it belongs to.
-        guarded: products of which a factor may be 0, and takes out what it is multiplied with.
-        nothing: nodes that are 0, or NaN.
-        level_free: numbers per row of logits that an offset of theirs does not change.
     """
 
     def __init__(self, emitter: Emitter) -> None:
+        super().__init__()
         self.emitter = emitter
         self.meanings: dict[Node, Poly] = {}
         self.zero_outside: set[Node] = set()
-        self.peaks: set[Node] = set()
-        self.levels: dict[Node, Node] = {}
-        self.guarded: dict[Node, Guarded] = {}
-        self.nothing: set[Node] = set()
-        self.level_free: set[Node] = set()
-
-    def is_peak(self, atom: Node) -> bool:
-        """One of `peaks`, of some of the rows or in another shape maybe."""
-        return under(atom, SHOWN) in self.peaks
-
-    def logits_of(self, atom: Node) -> Node | None:
-        """Those that a level belongs to, of some of the rows or in another shape maybe."""
-        return self.levels.get(under(atom, SHOWN))
-
-    def is_level_free(self, atom: Node) -> bool:
-        return under(atom, SHOWN) in self.level_free
 
     def offsets(self, poly: Poly) -> dict[tuple[Node, Monomial], float]:
         """How often an offset of some logits is in a number per row: theirs, beside each factor of a level."""
@@ -81,7 +54,7 @@ class RowNodes:
             levels = [factor for factor in monomial if self._is_level(*factor)]
             if len(levels) != 1:
                 continue
-            logits = self.logits_of(levels[0][0])
+            logits = self.fact(levels[0][0]).logits
             assert logits is not None
             key = logits, tuple(factor for factor in monomial if factor not in levels)
             found[key] = found.get(key, 0.0) + number
@@ -91,7 +64,7 @@ class RowNodes:
         """Whether `factor x + shift` is as large as log-probs are: neither an offset nor a given number is in it."""
         offsets = {factors: -number for (_, factors), number in self.offsets(shift).items()}
         others = [monomial for monomial in shift.terms if not self.has_level(monomial)]
-        own = all(m and all(self.is_level_free(atom) for atom, _ in m) for m in others)
+        own = all(m and all(self.fact(atom).level_free for atom, _ in m) for m in others)
         return own and offsets == factor.terms
 
     def has_level(self, monomial: Monomial) -> bool:
@@ -185,7 +158,7 @@ class RowNodes:
         return sorted(terms, key=lambda m: (not self.has_level(m), abs(terms[m] + number)))
 
     def _is_level(self, atom: Node, power: int) -> bool:
-        return power == 1 and self.logits_of(atom) is not None
+        return power == 1 and self.fact(atom).logits is not None
 
     def _apart(self, mine: Monomial, theirs: Monomial) -> tuple[Monomial, Node, Node] | None:
         """What both have, and the one number of each that the other has not, no level of other logits."""
@@ -194,10 +167,10 @@ class RowNodes:
         if [power for _, power in apart] != [1, 1] or len(mine) != len(theirs):
             return None
         (one, _), (two, _) = apart
-        logits = self.logits_of(one)
-        if logits is None or self.logits_of(two) not in (None, logits):
+        logits = self.fact(one).logits
+        if logits is None or self.fact(two).logits not in (None, logits):
             return None
-        if self.is_level_free(two):
+        if self.fact(two).level_free:
             return None
         return None if rest and (self._is_placed(one) or self._is_placed(two)) else (rest, one, two)
 

@@ -44,14 +44,12 @@ class RowScalars(RowNodes):
     """What row scalars mean, and nodes for what rules make of them.
 
     Attributes:
-        masses: nodes that are a row's sum of exponentials, each with the exponent that it is `exp` of.
         of_logits: the user's nodes that are made of the logits.
     """
 
     def __init__(self, emitter: Emitter, table: Mapping[Target, RowRule]) -> None:
         super().__init__(emitter)
         self.table = table
-        self.masses: dict[Node, Poly] = {}
         self.of_logits: set[Node] = set()
 
     # -- meaning ---------------------------------------------------------------------------------
@@ -181,8 +179,9 @@ class RowScalars(RowNodes):
         while atom.op == "call_function" and atom.target in RESHAPES:
             views.append(atom)
             atom = atom.args[0]  # type: ignore[assignment]
-        if atom in self.masses:
-            poly = self.masses[atom]
+        mass = self.fact(atom, ()).exponent
+        if mass is not None:
+            poly = mass
         elif atom.op == "call_function" and atom.target is aten.exp.default:
             poly = self.meaning(atom.args[0])  # type: ignore[arg-type]
         else:
@@ -225,16 +224,12 @@ class RowScalars(RowNodes):
         ]
         node = factors[0] if len(factors) == 1 else self.emitter.call(aten.mul.Tensor, *factors)
         self.meanings[node] = Poly.atom(node)
-        self.masses[node] = height + log_sum
+        self.tell(node, exponent=height + log_sum)
         return node
-
-    def is_mass(self, atom: Node) -> bool:
-        """A row's sum of exponentials, seen through views."""
-        return atom in self.masses or under(atom, RESHAPES) in self.masses
 
     def mass_exponent(self, atom: Node) -> Poly | None:
         """The exponent of a row's sum of exponentials."""
-        return self.exponent(atom) if self.is_mass(atom) else None
+        return None if self.fact(atom).exponent is None else self.exponent(atom)
 
     def is_positive(self, poly: Poly) -> bool:
         """Greater than zero in every row: a positive number times exponentials, on all ranks."""
@@ -243,7 +238,7 @@ class RowScalars(RowNodes):
 
     def _is_positive(self, atom: Node) -> bool:
         inner = under(atom, RESHAPES)
-        if inner.target is aten.exp.default or inner in self.masses:
+        if inner.target is aten.exp.default or self.fact(inner).exponent is not None:
             return True
         own = under(inner, RESHAPES | CASTS | ALL_REDUCE)
         return own is not inner and self.is_positive(self.meaning(own))

@@ -154,9 +154,9 @@ class Statistics:
         node = call(torch.ops.slime_fused.row_stats.default, viewed, rows, factor, "")
         self.operators[node] = self.roots.root_of[x]
         parts = [call(operator.getitem, node, at) for at in range(4)]
-        self.rows.peaks.add(parts[0])
-        self.rows.levels[parts[0]] = self.roots.root_of[x]
-        self.rows.level_free.update(parts[1:])
+        self.rows.tell(parts[0], peak=True, logits=self.roots.root_of[x])
+        for part in parts[1:]:
+            self.rows.tell(part, level_free=True)
         if order is not None:
             back = [order.index(dim) for dim in range(rank)]
             parts = [call(aten.permute.default, part, back) for part in parts]

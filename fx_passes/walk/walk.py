@@ -352,7 +352,9 @@ class Walk:
                     seen.add(arg)
                 elif isinstance(meaning, Node) and is_float_tensor(meaning):
                     poly = rows.meaning(meaning)
-                    if any(map(rows.is_peak, poly.atoms())) and not _is_exact(rows, poly):
+                    if any(rows.fact(atom).peak for atom in poly.atoms()) and not _is_exact(
+                        rows, poly
+                    ):
                         return True
         return False
 
@@ -370,7 +372,7 @@ class Walk:
 def _is_exact(rows: RowNodes, poly: Poly) -> bool:
     """A peak times a power of two, of some of the rows maybe."""
     number, monomial = poly.as_monomial() or (0.0, ())
-    others = {atom for atom, _ in monomial if not rows.is_peak(atom)}
+    others = {atom for atom, _ in monomial if not rows.fact(atom).peak}
     return math.frexp(abs(number))[0] == 0.5 and others <= rows.zero_outside
 
 
