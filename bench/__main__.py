@@ -1,4 +1,4 @@
-"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|compile|holders|readme]`; without: a short table."""
+"""`python -m bench [memory|estimate|speed|tp|lm_head|partial|rows|compile|holders|readme]`; without: a short table."""
 
 import argparse
 import os
@@ -19,6 +19,7 @@ COMMANDS = {
     "tp": (tp.main, "vocabulary shards: per rank, TP = 1, 2, 4"),
     "lm_head": (lm_head.main, "heads, beside other packages: memory, time, error"),
     "partial": (partial.main, "partly fused losses, beside inductor: memory, time"),
+    "rows": (partial.rows, "any loss that works row by row, beside inductor: memory, time"),
     "compile": (first_compile.main, "the passes' share of a first compile, by graph size"),
     "holders": (holders.main, "references to the logits in real trainers during backward"),
     "readme": (readme.main, "put the tables into the documents"),
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8, help="seconds of rounds per case")
     parser.add_argument("--minutes", type=float, default=60, help="start no cell later than this")
     parser.add_argument("--spelling", choices=SPELLINGS, default="megatron", help="(short, table)")
+    parser.add_argument("--match", default="", help="losses with this in their names (rows)")
     parser.add_argument(
         "--device", choices=["own", "stand-in"], default="own",
         help="stand-in: torch's CUDA build without a GPU; kernels do nothing, full size (memory)",
