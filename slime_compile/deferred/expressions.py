@@ -10,9 +10,10 @@ and the autocast of that line, and only as long as what it reads has not been ov
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ __all__ = [
     "Expression",
     "Product",
     "changed_copy",
+    "is_computing",
     "is_read",
     "packed_transpose",
     "storage_of",
@@ -238,8 +240,13 @@ class Applied:
         if self.kept is not None:
             return self.kept.requires_grad
         assert self.before is not None
-        given = (self.before, *self._given())
+        given = (*self.operands(), *self._given())
         return self.grad and self.name != "detach" and any(each.requires_grad for each in given)
+
+    def operands(self) -> list[Expression]:
+        """The deferred logits it is computed from; none once it is computed."""
+        every = (self.before, *self.args)
+        return [each for each in every if isinstance(each, Product | Applied)]
 
     def tensor(self) -> Tensor:
         """What the method returns; see `Product.tensor`."""
@@ -252,12 +259,15 @@ class Applied:
         assert self.before is not None
         if self.versions != self.read_versions():
             raise RuntimeError(_CHANGED.format(f"an argument of `{self.name}`"))
-        before = self.before.tensor()
-        if before._version != self.before.kept_version:
-            raise RuntimeError(_CHANGED.format(f"the tensor of `{self.name}`"))
+        for each in self.operands():
+            if each.tensor()._version != each.kept_version:
+                raise RuntimeError(_CHANGED.format(f"the tensor of `{self.name}`"))
         self.kept = _once(self._computed, self.grad)
         self.kept_version = self.kept._version
-        self.before = None  # other readers of the full logits have their own reference
+        self.before, self.args = (
+            None,
+            (),
+        )  # other readers of the full logits have their own reference
         return self.kept
 
     def empty(self) -> Tensor:
@@ -273,8 +283,10 @@ class Applied:
 
     def _computed(self) -> Tensor:
         assert self.before is not None
-        before = self.before.tensor()
-        return changed_copy(before, self.name, self.args, self.kwargs, self.copies)
+        args = [
+            each.tensor() if isinstance(each, Product | Applied) else each for each in self.args
+        ]
+        return changed_copy(self.before.tensor(), self.name, args, self.kwargs, self.copies)
 
     def parameters(self) -> list[Tensor]:
         return self._given()
@@ -290,11 +302,11 @@ class Applied:
 
 def is_read(expression: Expression | None) -> bool:
     """Whether a compiled function has computed, with gradients, what eager code has no value of."""
-    while isinstance(expression, Applied):
-        if expression.kept is not None:
-            return False
-        expression = expression.before
-    return expression is not None and expression.read and expression.kept is None
+    if expression is None or expression.kept is not None:
+        return False
+    if isinstance(expression, Applied):
+        return any(map(is_read, expression.operands()))
+    return expression.read
 
 
 def packed_transpose(expression: Expression) -> Product | None:
@@ -327,6 +339,8 @@ def _as_now(each: Any) -> Any:
 
 
 def _as_meta(each: Any) -> Any:
+    if isinstance(each, Product | Applied):
+        return each.empty()
     if isinstance(each, tuple):
         return tuple(_as_meta(part) for part in each)
     return each.to("meta") if isinstance(each, Tensor) else each
@@ -347,6 +361,7 @@ def _once(compute: Callable[[], Tensor], grad: bool) -> Tensor:
     tensor of inference mode, which autograd would refuse afterwards.
     """
     with ExitStack() as stack:
+        stack.enter_context(_computing())
         contexts: list[AbstractContextManager[Any]] = [torch.set_grad_enabled(grad)]
         if torch.is_inference_mode_enabled():
             contexts.insert(0, torch.inference_mode(False))
@@ -355,6 +370,24 @@ def _once(compute: Callable[[], Tensor], grad: bool) -> Tensor:
         for each in contexts:
             stack.enter_context(each)
         return compute()
+
+
+_in_thread = threading.local()
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    before = is_computing()
+    _in_thread.computing = True
+    try:
+        yield
+    finally:
+        _in_thread.computing = before
+
+
+def is_computing() -> bool:
+    """Whether this thread computes logits now, perhaps below a head's forward."""
+    return getattr(_in_thread, "computing", False)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from slime_compile.deferred import (
     expressions,
     logits,
     methods,
+    own_forward,
     places,
     pytree,
 )
@@ -46,7 +47,9 @@ def defer_logits(
     Args:
         model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
         head: the module computing the logits, or its name. Default: `get_output_embeddings()`, `lm_head` or
-            `output_layer`. It must be a torch.nn.Linear, or megatron-core's ColumnParallelLinear.
+            `output_layer`. A torch.nn.Linear, megatron-core's ColumnParallelLinear, or a module ending in linear maps
+            to the vocabulary and their sum (LoRA; a forward casting, scaling or dequantising the weight). In a
+            compiled model the last kind returns tensors.
         in_eval: defer in evaluation mode too (a reference model's log-probs, for instance).
 
     Returns:
@@ -97,9 +100,29 @@ class DeferHandle:
         if self.method == column_parallel.METHOD:
             return self._of_shard(input, *args, **kwargs)
         module: Any = self.module
+        if type(module).forward is not nn.Linear.forward:
+            return self._of_own_forward(input, *args, **kwargs)
         if not self._defers(input, module.weight):
             return type(module).forward(module, input)
         return self._made(input, module.weight, module.bias)
+
+    def _of_own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, whose linear maps to the vocabulary are deferred; see `own_forward`."""
+        module: Any = self.module
+        width = own_forward.width_of(module)
+        hooked = any(each._backward_hooks or each._backward_pre_hooks for each in module.modules())
+        if torch.compiler.is_compiling() or hooked or width is None:
+            return type(module).forward(module, *args, **kwargs)
+
+        def made(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits | None:
+            if not self._defers(hidden, weight):
+                return None
+            return DeferredLogits.of(Product.of(hidden, weight, bias, self.places.add))
+
+        with own_forward.Deferring(width, made):
+            logits = type(module).forward(module, *args, **kwargs)
+        self.places.deferred += isinstance(logits, DeferredLogits)
+        return logits
 
     def _of_shard(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any) -> Any:
         """Megatron's matmul, in the place of `ColumnParallelLinear._forward_impl`."""
@@ -156,5 +179,12 @@ class DeferHandle:
 
 
 only_inlined(
-    autograd_functions, expressions, logits, methods, places, pytree, sys.modules[__name__]
+    autograd_functions,
+    expressions,
+    logits,
+    methods,
+    own_forward,
+    places,
+    pytree,
+    sys.modules[__name__],
 )

@@ -1,8 +1,7 @@
 """Finds the head of a model, and checks the requirements for deferring it.
 
-Entry points: `head_of`, and `method_of`, which of its methods that is. The module must compute
-`F.linear(hidden, weight, bias)` and nothing else: only then is what it hands out later what it would have handed out
-now.
+Entry points: `head_of`, and `method_of`, which of its methods that is. The module computes
+`F.linear(hidden, weight, bias)` and nothing else, or has a forward of its own with such maps in it (`own_forward.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from slime_compile.deferred import column_parallel
+from slime_compile.deferred import column_parallel, own_forward
 
 __all__ = ["head_of", "method_of"]
 
@@ -112,9 +111,11 @@ def _check(name: str, head: nn.Module) -> None:
             f"`head` must have its class's own forward, got {name}, with its forward replaced by "
             f"{getattr(own, '__qualname__', own)!r} (accelerate's device hooks do); defer the logits before that is done"
         )
-    if method_of(head) != column_parallel.METHOD and type(head).forward is not nn.Linear.forward:
+    if method_of(head) == column_parallel.METHOD or type(head).forward is nn.Linear.forward:
+        return
+    if own_forward.width_of(head) is None or _is_opaque(head):
         raise ValueError(
-            f"`head` must compute F.linear(hidden, weight, bias) and nothing else, got {name}: {_brief(head)} with "
+            f"`head` must end in a linear map to the vocabulary, got {name}: {_brief(head)} with "
             f"its own forward; {_remedy(head)}"
         )
 
@@ -124,13 +125,17 @@ def _brief(module: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _is_opaque(head: nn.Module) -> bool:
+    """Whether its matmul is an operator or autograd.Function of its library."""
+    homes = {
+        kind.__module__.split(".")[0] for each in head.modules() for kind in type(each).__mro__
+    }
+    return not homes.isdisjoint(("bitsandbytes", "torchao", "transformer_engine"))
+
+
 def _remedy(head: nn.Module) -> str:
-    home = type(head).__module__
-    if home.startswith("peft"):
+    if _is_opaque(head):
         return (
-            "an adapter on the head adds to its logits: leave the head out of target_modules and modules_to_save, "
-            "or merge the adapter first (merge_and_unload)"
+            "its matmul is one operator with a quantised weight: exclude the head from quantisation"
         )
-    if "bitsandbytes" in home or "torchao" in home:
-        return "a quantised head has no weight to multiply by: exclude it from quantisation"
     return "compute the logits inside the compiled loss, or use slime_compile.linear_log_probs_and_entropy"

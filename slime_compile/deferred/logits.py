@@ -41,6 +41,7 @@ from slime_compile.deferred.methods import (
     NEW_MEMORY,
     STAYING_OPERATORS,
     STAYS,
+    SUMS,
     changes,
     is_change,
 )
@@ -107,6 +108,8 @@ class DeferredLogits:
         self._check_fresh()
         if name != "__getitem__":
             args = tuple(tuple(each) if isinstance(each, list) else each for each in args)
+        if name in SUMS:
+            args = tuple(_uncomputed(each) for each in args)
         if self.expression.kept is not None or not _replays(name, args, kwargs):
             return getattr(self.tensor(), name)(*_tensors(args), **_tensors(dict(kwargs)))
         if name == "contiguous" and not args and not kwargs:
@@ -306,11 +309,21 @@ def _replays_with(name: str, given: Any) -> bool:
         if name != "__getitem__":
             return name in ("div", "mul")
         return given.dim() > 0 and given.dtype not in (torch.bool, torch.uint8)
+    if isinstance(given, Product | Applied):
+        return True
     if isinstance(given, slice):
         return all(_is_constant(each) for each in (given.start, given.stop, given.step))
     if isinstance(given, bool):
         return name != "__getitem__"
     return given is Ellipsis or _is_constant(given)
+
+
+def _uncomputed(value: Any) -> Any:
+    """The expression of deferred logits; of computed ones the tensor."""
+    if not isinstance(value, DeferredLogits):
+        return value
+    value._check_fresh()
+    return value.tensor() if _has_values(value.expression) else value.expression
 
 
 def _is_constant(value: Any) -> bool:
@@ -336,11 +349,9 @@ def _tensors(value: Any) -> Any:
 
 def _has_values(expression: Expression | None) -> bool:
     """Whether eager code has computed some of what `expression` is made of: it may be a view of that."""
-    while expression is not None:
-        if expression.kept is not None:
-            return True
-        expression = expression.before if isinstance(expression, Applied) else None
-    return False
+    if expression is None or expression.kept is not None:
+        return expression is not None
+    return isinstance(expression, Applied) and any(map(_has_values, expression.operands()))
 
 
 # ---- methods by name ------------------------------------------------------------------------------------------------
@@ -356,6 +367,17 @@ def _forwarded(name: str) -> Callable[..., Any]:
 def _staying(name: str) -> Callable[..., Any]:
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return self._apply(name, args, kwargs)
+
+    return method
+
+
+def _summed(name: str) -> Callable[..., Any]:
+    dunder = f"__{name}__"
+
+    def method(self: DeferredLogits, other: Any) -> Any:
+        if isinstance(other, DeferredLogits):
+            return self._apply(name, (other,), {})
+        return getattr(self.tensor(), dunder)(other)
 
     return method
 
@@ -381,6 +403,7 @@ def _define() -> None:
         if hasattr(Tensor, dunder):
             made[dunder] = _forwarded(dunder)
     made |= {name: _staying(name) for name in STAYS}
+    made |= {f"__{name}__": _summed(name) for name in SUMS}
     made |= {name: _staying(method) for name, method in STAYING_OPERATORS.items()}
     made |= {name: _cast(dtype) for name, dtype in CASTS.items()}
     made |= {f"__{name}__": _changing(f"__{name}__") for name in CHANGING}

@@ -16,10 +16,13 @@ STAYS = {
     "__getitem__", "narrow", "select", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose",
     "contiguous", "clone", "detach",
     # element by element
-    "div", "mul", "tanh",
+    "div", "mul", "tanh", "add", "sub",
 }  # fmt: skip
 STAYING_OPERATORS = {"__truediv__": "div", "__mul__": "mul", "__rmul__": "mul"}
-NEW_MEMORY = {"clone", "div", "mul", "tanh", "to"}
+SUMS = ("add", "sub")
+"""Of two deferred logits, too."""
+
+NEW_MEMORY = {"clone", "div", "mul", "tanh", "to", *SUMS}
 CASTS = {
     "float": torch.float32,
     "double": torch.float64,

@@ -2,8 +2,8 @@
 
 FSDP and DDP look for tensors in what a module returns.
 
-The one leaf is hidden, to which they tie their hooks. A replaced leaf is taken for hidden if it
-holds the same numbers, also in another dtype or without gradient: then the same was meant of the logits. Anything else
+The leaves are the hidden states of each product, to which they tie their hooks. A replaced leaf is taken for hidden if
+it holds the same numbers, also in another dtype or without gradient: then the same was meant of the logits. All else
 (twice the leaf is not twice the logits, where there is a bias) is an error.
 """
 
@@ -24,46 +24,60 @@ _IDENTITIES = {"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"}
 
 def _flatten(logits: DeferredLogits) -> tuple[list[Tensor], DeferredLogits]:
     kept = logits.expression.kept
-    return [_product(logits.expression).hidden if kept is None else kept], logits
+    return [each.hidden for each in _products(logits.expression)] if kept is None else [
+        kept
+    ], logits
 
 
 def _unflatten(leaves: Any, logits: DeferredLogits) -> Any:
-    (leaf,) = leaves
+    leaves = list(leaves)
     kept = logits.expression.kept
     if kept is not None:
-        return logits if leaf is kept else leaf
-    old = _product(logits.expression)
-    if leaf is old.hidden:
+        return logits if leaves[0] is kept else leaves[0]
+    old = _products(logits.expression)
+    if all(leaf is each.hidden for leaf, each in zip(leaves, old, strict=True)):
         return logits
-    if leaf is None:  # of a function that is called for what it does
+    if leaves[0] is None:  # of a function that is called for what it does
         return None
+    made = {id(each): _of_leaf(leaf, each) for leaf, each in zip(leaves, old, strict=True)}
+    expression = _replaced(logits.expression, made)
+    dtypes = [
+        leaf.dtype
+        for leaf, each in zip(leaves, old, strict=True)
+        if leaf.dtype != each.hidden.dtype
+    ]
+    for dtype in dtypes[:1]:
+        expression = Applied.of(expression, "to", (dtype,), {})
+    return DeferredLogits.of(expression)
+
+
+def _of_leaf(leaf: Any, old: Product) -> Product:
+    """The product of hidden as `leaf` has it."""
     if not isinstance(leaf, Tensor) or not _same_numbers(leaf, old.hidden):
         raise TypeError(
             "a function over the leaves of a pytree must leave deferred logits as they are, or cast or detach them; "
             "give it logits.tensor()"
         )
     if old.hidden.requires_grad and not leaf.requires_grad:
-        product = old.detached()
-    else:
-        product = old.of_hidden(leaf.to(old.hidden.dtype))
-    made = _replaced(logits.expression, product)
-    if leaf.dtype != old.hidden.dtype:
-        made = Applied.of(made, "to", (leaf.dtype,), {})
-    return DeferredLogits.of(made)
+        return old.detached()
+    return old.of_hidden(leaf.to(old.hidden.dtype))
 
 
-def _product(expression: Expression) -> Product:
-    while isinstance(expression, Applied):
-        assert expression.before is not None
-        expression = expression.before
-    return expression
-
-
-def _replaced(expression: Expression, product: Product) -> Expression:
+def _products(expression: Expression) -> list[Product]:
     if isinstance(expression, Product):
-        return product
-    assert expression.before is not None
-    return dataclasses.replace(expression, before=_replaced(expression.before, product))
+        return [expression]
+    return [product for each in expression.operands() for product in _products(each)]
+
+
+def _replaced(expression: Any, made: dict[int, Product]) -> Any:
+    """With other products; arguments that are no expressions stay."""
+    if isinstance(expression, Product):
+        return made[id(expression)]
+    if not isinstance(expression, Applied):
+        return expression
+    before = _replaced(expression.before, made)
+    args = tuple(_replaced(each, made) for each in expression.args)
+    return dataclasses.replace(expression, before=before, args=args)
 
 
 def _same_numbers(leaf: Tensor, hidden: Tensor) -> bool:

@@ -294,33 +294,6 @@ def test_a_head_in_a_wrapper(tokens: Tensor) -> None:
             assert handle.module is model.lm_head
 
 
-class Adapted(nn.Module):
-    """As LoRA does it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, VOCAB, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base_layer(hidden) + self.up(self.down(hidden))
-
-
-Adapted.__module__ = "peft.tuners.lora.layer"
-
-
-def test_an_adapted_head(tokens: Tensor) -> None:
-    model = Model()
-    model.lm_head = Adapted(model.lm_head)
-    with pytest.raises(
-        ValueError, match=r"an adapter on the head adds.*leave the head out of target"
-    ):
-        defer_logits(model)
-    want = model(tokens)
-    with defer_logits(model, model.lm_head.base_layer):  # right, and nothing gained
-        same(model(tokens), want)
-
-
 def _replaced(model: Model) -> Model:
     model.lm_head.forward = lambda hidden: hidden
     return model
@@ -331,13 +304,18 @@ def _deferred(model: Model) -> Model:
     return model
 
 
-class Scaled(nn.Linear):
+class Quantised(nn.Linear):
+    """Of a library whose matmul is an operator of its own."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         return 2 * super().forward(hidden)
 
 
-def _scaled(model: Model) -> Model:
-    model.lm_head = Scaled(8, VOCAB)
+Quantised.__module__ = "bitsandbytes.nn.modules"
+
+
+def _quantised(model: Model) -> Model:
+    model.lm_head = Quantised(8, VOCAB)
     return model
 
 
@@ -350,7 +328,7 @@ def _scaled(model: Model) -> Model:
         (lambda m: (m, nn.Linear(8, 9)), ValueError, "`head` must be a module of `model`"),
         (lambda m: (m.body,), ValueError, "must have get_output_embeddings() or a module lm_head or output_layer"),
         (lambda m: (m, "embedding"), ValueError, "torch.nn.modules.sparse.Embedding with its own forward"),
-        (lambda m: (_scaled(m),), ValueError, "use slime_compile.linear_log_probs_and_entropy"),
+        (lambda m: (_quantised(m),), ValueError, "exclude the head from quantisation"),
         (lambda m: (_replaced(m),), ValueError, "with its forward replaced"),
         (lambda m: (_deferred(m),), ValueError, "must not be deferred already, got lm_head; call remove()"),
     ],

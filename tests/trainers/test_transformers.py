@@ -138,14 +138,10 @@ def test_peft(adapted: bool, tokens: Tensor) -> None:
     targets = ["q_proj", "lm_head"] if adapted else ["q_proj"]
     model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=targets))
     want = gradients(model, tokens)
-    if adapted:
-        with pytest.raises(ValueError, match="leave the head out of target_modules"):
-            defer_logits(model)
-        return
     defer_logits(model)
     compile_loss(model.base_model.model)
     torch.testing.assert_close(gradients(model, tokens), want, rtol=1e-4, atol=1e-6)
-    slime_compile.reports()[-1].assert_fused()
+    assert slime_compile.reports()[-1].graphs[0].wide_after == 0
 
 
 # ---- accelerate ---------------------------------------------------------------------------------------------------
