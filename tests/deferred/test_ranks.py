@@ -14,7 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slime_compile import DeferredLogits, defer_logits
 from tests.deferred.models import BATCH, LENGTH, VOCAB, Model, causal
+from tests.deferred.test_own_forward import Adapted
 from tests.support.ranks import on_ranks
+
+
+class AdaptedModel(Model):
+    """With LoRA on the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = Adapted(self.lm_head)  # type: ignore[assignment]
 
 
 def _data(rank: int) -> Tensor:
@@ -51,7 +60,7 @@ def _gradients(model: Any, loss: Callable[..., Tensor], rank: int) -> list[Tenso
         logits = model(_data(rank))
         deferred = isinstance(logits, DeferredLogits)
         loss(logits, _data(rank)).backward()
-    grads = [p.grad for p in model.parameters()]
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
     whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in grads]
     return [torch.tensor(deferred), *whole]
 
@@ -67,6 +76,13 @@ def _rank(rank: int) -> dict[str, list[Tensor]]:
             if name != "plain":
                 defer_logits(model)
             found[f"{wrap.__name__} {name}"] = _gradients(model, loss, rank)
+    for wrap in (_ddp, _ddp_looks_for_unused, _fsdp):
+        for name, loss in (("plain", causal), ("eager", causal), ("compiled", function)):
+            torch.manual_seed(0)
+            model = wrap(AdaptedModel())
+            if name != "plain":
+                defer_logits(model)
+            found[f"adapted{wrap.__name__} {name}"] = _gradients(model, loss, rank)
     found["own group"] = [torch.tensor(_head_in_a_group_of_its_own())]
     dist.barrier()
     return found
@@ -86,7 +102,7 @@ def _head_in_a_group_of_its_own() -> bool:
     return False
 
 
-@pytest.mark.thorough  # two processes, sixteen models, five compiles
+@pytest.mark.thorough  # two processes, twenty-five models, eight compiles
 def test_wrapped_models() -> None:
     answers = on_ranks(2, _rank)
     for answer in answers:
