@@ -79,7 +79,7 @@ RULES: dict[Target, Rule] = {
     operator.getitem: Starts(reductions.getitem),
     # one column per row
     aten.gather.default: columns.gather,  # W[i]: x[i] and arithmetic
-    aten.index.Tensor: columns.index,  # the same for [iota, ..., i]; fmod(iota + k, n) in one dimension is a roll
+    aten.index.Tensor: columns.index,  # the same for [iota, ..., i]
     aten.scatter.value: columns.scatter,  # W + [v == i] (r - W[i])
     aten.scatter.src: columns.scatter,
     aten.scatter_add.default: columns.scatter_add,  # W + [v == i] r
@@ -106,7 +106,6 @@ RULES: dict[Target, Rule] = {
     aten.permute.default: row_moves.permute,
     aten.transpose.int: row_moves.transpose,
     aten.t.default: row_moves.t,
-    aten.constant_pad_nd.default: row_moves.pad,  # by less than nothing: a slice
     aten.sym_size.int: row_moves.sym_size,
     # rows written home: coefficients are zero in the other rows
     aten.slice_scatter.default: row_writes.slice_scatter,

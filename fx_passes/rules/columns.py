@@ -13,7 +13,7 @@ from fx_passes.graph.facts import Shape, SizeArg, guarded_same, hint, rank_of, s
 from fx_passes.refused import Refused
 from fx_passes.rules.indices import are_distinct, counting_axis
 from fx_passes.rules.operands import is_constant
-from fx_passes.rules.row_moves import roll, slice_rows
+from fx_passes.rules.row_moves import slice_rows
 from fx_passes.rules.row_writes import write_rows
 from fx_passes.walk.columns import column, plus_column, with_column
 from fx_passes.walk.context import Context
@@ -47,7 +47,7 @@ def index(c: Context, node: Node, operand: Operand, indices: Sequence[Operand]) 
     if not isinstance(operand, Form):
         raise Refused("a value is indexed with full-vocabulary values")
     if sum(each is not None for each in indices) == 1:
-        return roll(c, operand, indices)
+        raise Refused("rows are picked by an index")
     form, columns = _row_and_column(c, operand, indices)
     poly = column(c, form, (columns,))
     sizes = c.emitter.sizes(columns)

@@ -103,17 +103,3 @@ def are_distinct(index: Node, dim: int) -> bool:
         return False
     along: Any = chosen.args[2] if len(chosen.args) > 2 else chosen.kwargs.get("dim", -1)
     return bool(along % rank_of(index) == dim)
-
-
-def rolled_by(index: object, size: object) -> int | None:
-    """k where `index` is `fmod(iota(n) + k, n)` for n = `size`."""
-    if not isinstance(index, Node) or index.target is not aten.fmod.Scalar or index.args[1] != size:
-        return None
-    added = index.args[0]
-    if not isinstance(added, Node) or added.target is not aten.add.Tensor:
-        return None
-    counted, shift = added.args[:2]
-    whole = isinstance(counted, Node) and counting_axis(counted) == 0 and rank_of(counted) == 1
-    if not whole or not same(shape_of(counted)[0], size) or not isinstance(shift, int):
-        return None
-    return shift if shift >= 0 else None

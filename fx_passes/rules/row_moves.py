@@ -1,4 +1,4 @@
-"""Operators moving rows only: slices, selects, splits, reshapes, permutes and rolls.
+"""Operators moving rows only: slices, selects, splits, reshapes and permutes.
 
 A form whose rows are moved keeps its coefficients, moved alike; its logits become a view of the logits, and a `Step`
 remembers the way back, by which `row_writes.py` recognises what backward writes home. Rows that are picked by data
@@ -10,7 +10,7 @@ Longer than other files: a kind of move is its rule, the move of a row scalar, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import Size, SizeArg, rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
 from fx_passes.refused import Refused
-from fx_passes.rules.indices import rolled_by
 from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
 from fx_passes.walk.results import Instead, Operand, Result
@@ -150,23 +149,6 @@ def _plus(c: Context, left: SizeArg, right: SizeArg) -> SizeArg:
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return right if left == 0 else c.emitter.call(operator.add, left, right)
-
-
-def pad(c: Context, node: Node, operand: Operand, pads: Sequence[int], fill: Operand = 0) -> Result:
-    """A negative pad (the backward of a pad) takes rows away; a positive one makes a root of its own."""
-    form = row_form(operand)
-    rank = len(form.shape)
-    result, shape = form, list(form.shape)
-    for at in range(0, len(pads), 2):
-        low, high, dim = pads[at], pads[at + 1], rank - 1 - at // 2
-        if low == 0 and high == 0:
-            continue
-        fixed = isinstance(low, int) and isinstance(high, int)
-        if dim == form.vdim or not fixed or max(low, high) > 0:
-            raise Refused("rows are padded")
-        shape[dim] = shape_of(node)[dim]
-        result = slice_rows(c, result, tuple(shape), dim, -low, high if high else None, 1)
-    return result
 
 
 # -- single rows --------------------------------------------------------------------------------------
@@ -337,51 +319,6 @@ def transpose(c: Context, node: Node, operand: Operand, dim0: int, dim1: int) ->
 
 def t(c: Context, node: Node, operand: Operand) -> Result:
     return permute_dims(c, row_form(operand), shape_of(node), [1, 0])
-
-
-def roll(c: Context, form: Form, indices: Sequence[Operand]) -> Form:
-    """index with `fmod(iota + k, n)` in one leading dimension: a roll by -k."""
-    (dim,) = (dim for dim, index in enumerate(indices) if index is not None)
-    if dim == form.vdim:
-        raise Refused("one index picks the same columns for all rows")
-    size = form.shape[dim]
-    shift = rolled_by(indices[dim], size)
-    if shift is None or not isinstance(size, int) or not size:
-        raise Refused("rows are picked by an index")
-
-    def move(atom: Node) -> Node:
-        return _rolled(c, c.spread(form, atom), dim, size, shift)
-
-    def back(atom: Node) -> Node:
-        return _rolled(c, atom, dim, size, -shift)
-
-    if form.x is None:
-        return _moved(c, form, form.shape, None, None, move)
-    step = c.roots.steps.get(form.x)
-    if step is not None and step.key[:2] == ("roll", dim) and (step.key[2] + shift) % size == 0:  # type: ignore[operator]
-        return _rolled_back(c, form, step, move)
-    x = _rolled(c, form.x, dim, size, shift)
-    key = ("roll", dim, shift % size)
-    return _moved(c, form, form.shape, x, Step(form.x, key, form.vdim, move, back, True), move)
-
-
-def _rolled_back(c: Context, form: Form, step: Step, move: Callable[[Node], Node]) -> Form:
-    x = form.x
-    assert x is not None
-    return move_coefficients(
-        form, step.parent, form.shape, lambda atom: c.roots.stripped(x, atom) or move(atom)
-    )
-
-
-def _rolled(c: Context, node: Node, dim: int, size: int, by: int) -> Node:
-    by %= size
-    if by == 0:
-        return node
-    parts = [
-        c.emitter.call(aten.slice.Tensor, node, dim, by, size, 1),
-        c.emitter.call(aten.slice.Tensor, node, dim, 0, by, 1),
-    ]
-    return c.emitter.call(aten.cat.default, parts, dim)
 
 
 def zeros_for(c: Context, form: Form, like: Node) -> Node:

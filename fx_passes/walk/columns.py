@@ -10,7 +10,7 @@ from torch.fx import Node
 from fx_passes.algebra.arithmetic import add, only_everywhere, only_known
 from fx_passes.algebra.forms import Exp, Form, OneHot
 from fx_passes.algebra.poly import ONE, ZERO, Poly
-from fx_passes.graph.facts import hint, rank_of, same, shape_of
+from fx_passes.graph.facts import same, shape_of
 from fx_passes.refused import Refused
 from fx_passes.walk.context import Context
 from fx_passes.walk.known import Guarded
@@ -142,23 +142,7 @@ def _hot_column(
     mine, theirs = index_node(c, hot.index), index_node(c, index)
     held = c.rows.emit_node(hot.weight, dtype, mine)
     zero = c.rows.emit_node(ZERO, dtype, mine)
-    counts = [shape_of(node)[form.vdim] for node in (mine, theirs)]
-    if all(same(count, 1) for count in counts):
-        hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
-        return Poly.atom(c.emitter.where(hit, held, zero))
-    if hint(counts[0]) * hint(counts[1]) > hint(form.shape[form.vdim]):
+    if not all(same(shape_of(node)[form.vdim], 1) for node in (mine, theirs)):
         raise Refused("many columns of two index tensors meet")
-    return Poly.atom(_sum_of_hits(c, form.vdim, mine, theirs, held, zero))
-
-
-def _sum_of_hits(c: Context, vdim: int, mine: Node, theirs: Node, held: Node, zero: Node) -> Node:
-    """For each of `theirs` the sum of what is held at equal ones of `mine`: an index may name a column twice."""
-    call = c.emitter.call
-    if rank_of(held):
-        held = call(aten.unsqueeze.default, held, vdim)
-    left, right = (
-        call(aten.unsqueeze.default, mine, vdim),
-        call(aten.unsqueeze.default, theirs, vdim + 1),
-    )
-    hits = c.emitter.where(call(aten.eq.Tensor, left, right), held, zero)
-    return call(aten.sum.dim_IntList, hits, [vdim + 1])
+    hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
+    return Poly.atom(c.emitter.where(hit, held, zero))

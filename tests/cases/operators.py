@@ -509,24 +509,11 @@ def counted_rows(m: Making, node: Node, shape: Sequence[int]) -> list[Node]:
 
 def indexed(m: Making) -> Node:
     x = m.wide()
-    if m.rarely():
-        return rolled(m)
     shape = rows_named(m, x, 1)[:-1]
     columns = m.index(shape)
     if m.rarely():
         columns = m.s.call(aten.sub.Tensor, columns, 2)  # from the end
     return m.call(aten.index.Tensor, x, [*counted_rows(m, x, shape), columns])
-
-
-def rolled(m: Making) -> Node:
-    """[fmod(iota + k, n)] in one dimension, for other k and n than the rows have, too."""
-    x = m.wide()
-    at = m.some(0, len(sizes(x)) - 1)
-    size = sizes(x)[at]
-    counted = m.iota(m.one(size, size, m.some(1, 4)))
-    moved = m.s.call(aten.add.Tensor, counted, m.some(0, 3))
-    indices = [None] * at + [m.s.call(aten.fmod.Scalar, moved, m.one(size, size, 3))]
-    return m.call(aten.index.Tensor, x, indices)
 
 
 def scattered(target: Any) -> Case:
@@ -674,20 +661,6 @@ def transposed(m: Making) -> Node:
     x = m.wide()
     rank = len(sizes(x))
     return m.call(aten.transpose.int, x, m.some(-rank, rank - 1), m.some(-rank, rank - 1))
-
-
-def padded(m: Making) -> Node:
-    x = m.wide()
-    choices = (
-        [0, 0, 0, -1],
-        [0, 0, -1, 0],
-        [0, 0, -1, -1],
-        [0, 0, 1, 0],
-        [0, -1],
-        [0, 0],
-        [0, 0, 0, 0, -1, 0],
-    )
-    return m.call(aten.constant_pad_nd.default, x, m.one(*choices), 0.0)
 
 
 def counted(m: Making) -> Node:
@@ -840,7 +813,6 @@ CASES: dict[Any, Case] = {
     aten.permute.default: permuted,
     aten.transpose.int: transposed,
     aten.t.default: unary(aten.t.default),
-    aten.constant_pad_nd.default: padded,
     aten.sym_size.int: counted,
     aten.slice_scatter.default: slice_scatter,
     aten.select_scatter.default: select_scatter,

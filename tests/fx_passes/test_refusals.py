@@ -455,11 +455,6 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.index.Tensor, x, [hits(s, 2)])
 
 
-@refused("one index picks the same columns for all rows")
-def _(s: Scratch, x: Node) -> None:
-    s.call(aten.index.Tensor, x, [None, hits(s, 3)])
-
-
 @refused("a full-vocabulary value is written by index")
 def _(s: Scratch, x: Node) -> None:
     zeros = s.input("rows", (3,))
@@ -547,7 +542,6 @@ short("the logits are repeated", aten.expand.default, [2, 3, VOCAB])
 # ---------------------------------------------------------------- rows
 
 short("a part of the vocabulary is taken", aten.slice.Tensor, 1, 0, 2)
-short("rows are padded", aten.constant_pad_nd.default, [0, 0, 1, 0], 0.0)
 short("one column of the vocabulary is taken", aten.select.int, 1, -1)
 short("a reshape splits or joins the vocabulary dimension", aten.view.default, [3 * VOCAB])
 
