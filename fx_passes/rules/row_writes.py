@@ -17,7 +17,6 @@ from fx_passes.algebra.arithmetic import add, only_everywhere, only_known, scale
 from fx_passes.algebra.forms import Exp, Extent, Form
 from fx_passes.algebra.poly import Monomial, Poly
 from fx_passes.graph.facts import Size, hint, same, same_shape, shape_of
-from fx_passes.graph.operators import CASTS, under
 from fx_passes.graph.slices import END, Bound, bounds, takes_all
 from fx_passes.refused import Refused
 from fx_passes.rules.row_moves import reshape_rows, row_form, zeros_for
@@ -197,15 +196,10 @@ class _Embedding:
         return self._poly(poly, vanish=True)
 
     def _monomial(self, monomial: Monomial, vanish: bool) -> Poly:
-        """Factors that came from the parent are the parent's; the others are written into zeros as one.
-
-        But for one that may cancel, the largest logit over all ranks.
-        """
+        """Factors that came from the parent are the parent's; the others are written into zeros as one."""
         kept, rest = Poly.number(1.0), []
         for atom, power in monomial:
             above = self._stripped(atom)
-            if above is None and power > 0 and self._may_cancel(monomial, atom):
-                above = self._place(self.c.emitter.cast(atom, dtype_of(self.inner)))
             if above is None:
                 rest.append((atom, power))
             else:
@@ -218,9 +212,6 @@ class _Embedding:
         emitted = self.c.rows.emit_node(inner, dtype_of(self.inner), like)
         return kept * Poly.atom(self._place(emitted))
 
-    def _may_cancel(self, monomial: Monomial, atom: Node) -> bool:
-        return len(monomial) > 1 and self.c.rows.fact(atom).largest
-
     def _index(self, node: Node) -> Node:
         return self._stripped(node) or self._place(node)
 
@@ -228,7 +219,4 @@ class _Embedding:
         return None if self.inner.x is None else self.c.roots.stripped(self.inner.x, atom)
 
     def _place(self, node: Node) -> Node:
-        placed = self.c.rows.place(self.back(self.c.spread(self.inner, node)))
-        if self.c.rows.fact(under(node, CASTS)).largest:
-            self.c.rows.tell(placed, largest=True)
-        return placed
+        return self.c.rows.place(self.back(self.c.spread(self.inner, node)))

@@ -1,8 +1,7 @@
 """Numbers per row for other ranks, without the common offset of the logits.
 
-Entry point: `exchanged`. Where each rank holds some columns, the largest of `s max(x)` is `s` times the largest of
-`max(x)`. Of a mean over all columns, to which each rank adds its share, what all have alike comes out, since the shares
-sum to 1:
+Entry point: `exchanged`. Of a mean over all columns, to which each rank adds its share, what all have alike comes out,
+since the shares sum to 1:
 
     sum_r share_r (mean_r + (max_r - peak) + peak)   ->   peak + sum_r share_r (mean_r + (max_r - peak))
 
@@ -24,7 +23,6 @@ from fx_passes.graph.facts import is_float_tensor, ranks_of, value
 from fx_passes.graph.operators import CASTS, RESHAPES, SAME_VALUE, is_zero, under
 from fx_passes.walk.context import Context
 from fx_passes.walk.known import Weighted
-from fx_passes.walk.statistics import compute_dtype
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -46,11 +44,7 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
     c.rows.tell(wait, group=group, logits=_level(c, operand))
     if under(operand, RESHAPES | SAME_VALUE | CASTS) not in row_values:
         return None
-    if operation == "max":
-        return _largest(c, wait, operand, group)
-    if operation == "sum":
-        return _added(c, wait, operand, group)
-    return None
+    return _added(c, wait, operand, group) if operation == "sum" else None
 
 
 def _level(c: Context, operand: Node) -> Node | None:
@@ -62,19 +56,6 @@ def _level(c: Context, operand: Node) -> Node | None:
     offsets = c.rows.offsets(c.rows.meaning(operand))
     alone = [logits for logits, factors in offsets if not factors]
     return alone[0] if len(offsets) == 1 and alone else None
-
-
-def _largest(c: Context, wait: Node, operand: Node, group: object) -> Node | None:
-    """max_r (s level_r) = s max_r level_r for a number s > 0."""
-    number, level = c.rows.meaning(operand).as_share() or (0.0, operand)
-    logits = c.rows.fact(level).logits
-    if logits is None or number <= 0:
-        return None
-    largest = wait if number == 1 else _all_reduced(c, level, "max", group, wait)
-    c.rows.tell(largest, group=group, largest=True, logits=logits)
-    if number == 1:
-        return None
-    return _emit(c, Poly.atom(largest) * Poly.number(number), compute_dtype(logits), wait)
 
 
 def _added(c: Context, wait: Node, operand: Node, group: object) -> Node | None:

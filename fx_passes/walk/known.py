@@ -38,7 +38,6 @@ class RowFact:
         logits: it grows with a common offset of these.
         level_free: it is made of logits, and an offset of theirs does not change it.
         peak: the logit of each row that is largest once it is scaled.
-        largest: the same over all ranks.
         nothing: 0, or NaN.
         guarded: a product of which a factor may be 0, and takes out what it is multiplied with.
         exponent: it is a row's sum of exponentials, and `exp` of that.
@@ -50,7 +49,6 @@ class RowFact:
     logits: Node | None = None
     level_free: bool = False
     peak: bool = False
-    largest: bool = False
     nothing: bool = False
     guarded: Guarded | None = None
     exponent: Poly | None = None

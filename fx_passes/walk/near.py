@@ -161,10 +161,9 @@ def _has(whole: Poly, part: Poly) -> bool:
 
 
 def _is_peak(c: Context, poly: Poly) -> bool:
-    """The peak of some of the rows, over all ranks maybe, and 0 in the others."""
+    """The peak of some of the rows, and 0 in the others."""
     single = poly.as_monomial()
     if single is None or single[0] != 1.0:
         return False
-    largest = [atom for atom, _ in single[1] if c.rows.fact(atom).largest]
-    atoms = largest or [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
-    return len(atoms) == 1 and (atoms == largest or c.rows.fact(atoms[0]).peak)
+    atoms = [atom for atom, _ in single[1] if atom not in c.rows.zero_outside]
+    return len(atoms) == 1 and c.rows.fact(atoms[0]).peak
