@@ -100,7 +100,7 @@ def row_grad(
     column = torch.arange(x.shape[-1], device=x.device)
     for at, value in zip(_columns(index, x.ndim), _columns(weight, x.ndim), strict=True):
         out = torch.where(column == at, out + value, out)
-    out = out + _where(f == 0, e, f * (x - center) + e)
+    out = out + _affine(x, f, center, e)
     return out.to(dtype).contiguous()
 
 
@@ -111,11 +111,10 @@ def _columns(value: Columns, rank: int) -> list[Any]:
     return [column.unsqueeze(-1) for column in value.flatten(rank - 1).unbind(-1)]
 
 
-def _where(condition: Tensor | bool, chosen: Any, other: Any) -> Any:
-    """One of the two where the condition is a number's, the same for all rows."""
-    if not isinstance(condition, Tensor):
-        return chosen if condition else other
-    return torch.where(condition, chosen, other)
+def _affine(x: Tensor, f: Column, center: Column, e: Column) -> Any:
+    if isinstance(f, Tensor):
+        return torch.where(f == 0, e, f * (x - center) + e)
+    return f * (x - center) + e if f else e
 
 
 def _exponential_term(x: Tensor, term: Sequence[Any], softmax: bool) -> Tensor:
@@ -131,7 +130,9 @@ def _exponential_term(x: Tensor, term: Sequence[Any], softmax: bool) -> Tensor:
 
 def scaled(x: Tensor, scale: Column) -> Tensor:
     """scale * x; a row whose scale is 0 is a row of zeros, whatever x is there."""
-    return _where(scale == 0, torch.zeros_like(x), x * scale)
+    if isinstance(scale, Tensor):
+        return torch.where(scale == 0, 0.0, x * scale)
+    return x * scale if scale else torch.zeros_like(x)
 
 
 def _where_largest(x: Tensor, scale: Column) -> Tensor:
