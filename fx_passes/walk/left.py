@@ -23,10 +23,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Left:
-    """What forward leaves in the logits: its `form`, the user's `node`; and the `term` to compute over it."""
+    """What forward leaves in the logits, the user's `node`; and the `term` to compute over it."""
 
     node: Node
-    form: Form
     term: Exp
 
 
@@ -60,7 +59,7 @@ def softmax_left(c: Context, form: Form) -> Left | None:
         return None
     shift = there.shift if term.b.is_zero else there.shift - _log(c, there.a, form)
     factor = inverse * ratio
-    return Left(node, left, Exp(term.scale, shift, term.a * factor, term.b * factor))
+    return Left(node, Exp(term.scale, shift, term.a * factor, term.b * factor))
 
 
 def _ratio(c: Context, form: Form, there: Exp, term: Exp) -> Poly | None:
