@@ -3,6 +3,7 @@
     handle       defer_logits: the head's forward hands out `DeferredLogits`; handle.remove() undoes it
     head         which module that is, and what must hold for it
     column_parallel   Megatron's head
+    sharded      a weight that is a DTensor
     own_forward  LoRA, dequantised weights: a forward around linear maps
     logits       DeferredLogits: what behaves as the tensor, outside of a compiled function and inside
     methods      which of a tensor's methods leave them as they are

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -31,6 +32,7 @@ __all__ = [
     "changed_copy",
     "is_computing",
     "is_read",
+    "is_sharded",
     "packed_transpose",
     "storage_of",
 ]
@@ -307,6 +309,15 @@ def is_read(expression: Expression | None) -> bool:
     if isinstance(expression, Applied):
         return any(map(is_read, expression.operands()))
     return expression.read
+
+
+def is_sharded(expression: Expression) -> bool:
+    """Whether its tensor is a DTensor."""
+    if expression.kept is not None:
+        return isinstance(expression.kept, DTensor)
+    if isinstance(expression, Product):
+        return isinstance(expression.weight, DTensor)
+    return any(map(is_sharded, expression.operands()))
 
 
 def packed_transpose(expression: Expression) -> Product | None:

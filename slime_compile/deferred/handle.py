@@ -19,6 +19,7 @@ from slime_compile.deferred import (
     own_forward,
     places,
     pytree,
+    sharded,
 )
 from slime_compile.deferred.autograd_functions import run_by_function
 from slime_compile.deferred.expressions import Product
@@ -41,8 +42,9 @@ def defer_logits(
     and keeps it. Such a line with gradients is logged once, and `print(handle)` lists all of them.
 
     Exceptions: the head returns tensors in evaluation mode (unless `in_eval`), during tracing or export, with a
-    backward hook on the head (it needs the logits' gradient), if hidden or weight is not a plain tensor (a DTensor, a
-    torch.func tensor) or has a forward-mode tangent, and inside an autograd.Function (a reentrant checkpoint).
+    backward hook on the head (it needs the logits' gradient), if hidden or weight is a torch.func tensor, has a
+    forward-mode tangent or is a tensor subclass, and inside an autograd.Function (a reentrant checkpoint). A DTensor
+    weight sharded by columns times replicated hidden states is deferred.
 
     Args:
         model: any model, also inside DDP, FSDP2, PEFT or torch.compile.
@@ -147,7 +149,8 @@ class DeferHandle:
             return False
         if module._backward_hooks or module._backward_pre_hooks or jit.is_tracing():
             return False
-        if type(input) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
+        plain = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
+        if not plain and not sharded.is_sharded_head(input, weight):
             return False
         return torch.compiler.is_compiling() or not (
             run_by_function()
@@ -186,5 +189,6 @@ only_inlined(
     own_forward,
     places,
     pytree,
+    sharded,
     sys.modules[__name__],
 )

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from fx_passes.graph.user_lines import skip_folder
+from slime_compile.deferred import sharded
 from slime_compile.deferred.autograd_functions import within_function
 from slime_compile.deferred.expressions import (
     Applied,
     Expression,
     Product,
     is_read,
+    is_sharded,
     packed_transpose,
     storage_of,
 )
@@ -198,6 +200,8 @@ class DeferredLogits:
     # ---- everything else
 
     def __getattr__(self, name: str) -> Any:
+        if name in sharded.FACTS or name in sharded.METHODS:
+            return self._of_shards(name)
         if not hasattr(Tensor, name) or (name[:2] == "__" and name != "__cuda_array_interface__"):
             raise AttributeError(f"'DeferredLogits' object has no attribute '{name}'")
         if callable(getattr(Tensor, name)) and is_change(name):
@@ -214,6 +218,28 @@ class DeferredLogits:
         if callable(getattr(Tensor, name)):
             return functools.partial(_called, self, name)
         return getattr(self.tensor(), name)
+
+    def _of_shards(self, name: str) -> Any:
+        """What a DTensor has beyond a tensor."""
+        product = self.expression
+        if not is_sharded(product):
+            raise AttributeError(f"'DeferredLogits' object has no attribute '{name}'")
+        if not isinstance(product, Product) or product.kept is not None:
+            return getattr(self.tensor(), name)
+        if name == "placements":
+            return sharded.placements_of(product.hidden, product.weight)
+        if name == "device_mesh":
+            return getattr(product.weight, name)
+        return self._redistributed if name == "redistribute" else getattr(self.tensor(), name)
+
+    def _redistributed(
+        self, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> Any:
+        """`ColwiseParallel` asks for Shard(-1), which they have."""
+        same = device_mesh in (None, self.device_mesh) and not options.keys() - {"async_op"}
+        if same and sharded.are_same(placements, self.placements, self.dim()):
+            return self
+        return self.tensor().redistribute(device_mesh, placements, **options)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(Tensor, name) and name not in ("version", "expression", "memory"):
