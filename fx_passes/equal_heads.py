@@ -1,95 +1,125 @@
 """Merges equal head matmuls into one, and equal computations on their results too.
 
-Entry point: `share_heads`, on Dynamo's graph: torch finds equal values after differentiation only, when each has a
-gradient of its own. A program that reads deferred logits twice has their matmul twice (`slime_compile.deferred`). The
-pass shares the matmul, and slices, views, casts, temperatures of it. Two values stay two where the graph writes to one
-of them or hooks its gradient, where it writes between them to what they are made of, where the graph returns one, and
-in different modes.
+Entry point: `share_heads`. A program that reads deferred logits twice has their matmul twice
+(`slime_compile.deferred`), and autograd derives two gradients of it:
+
+    d hidden = d first @ weight + d second @ weight  ->  (d first + d second) @ weight
+
+The graph is functional: equal operators on equal operands are equal, whatever the program hooks or changes in place.
+Exception: memory that the graph returns stays apart, since the caller may write to one of two returned values.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-from torch import Tensor
+import torch
 from torch.fx import Graph, Node
 
-from fx_passes.graph.order import following
-from fx_passes.graph.writes import Writes, example
-from fx_passes.row_demand.heads import heads_of
-from fx_passes.row_demand.modes import with_modes
-from fx_passes.row_demand.moves import kind_of
-from fx_passes.row_demand.region import POINTWISE
+from fx_passes.graph.aliases import Aliases
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import is_backward, is_wide, same_shape, value
+from fx_passes.graph.operators import CASTS, MATMULS, RESHAPES, TURNS, WRITES, is_zero
+from fx_passes.graph.order import is_dead, tidy
+from fx_passes.torch_private import detect_fake_mode
 
 __all__ = ["share_heads"]
 
+aten = torch.ops.aten
+_LINEAR: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.mul.Tensor: (0, 1),
+    aten.slice_scatter.default: (1,),
+    aten.select_scatter.default: (1,),
+    **dict.fromkeys(
+        RESHAPES | TURNS | CASTS | {aten.sum.dim_IntList, aten.div.Tensor, aten.neg.default}, (0,)
+    ),
+}
+"""In which arguments; a scatter where the other is zero."""
+
 
 def share_heads(graph: Graph, min_vocab: int) -> int:
-    """Makes equal matmuls in `graph` one.
+    """Makes equal matmuls in forward one.
 
     Args:
-        graph: one of Dynamo's, with `meta["example_value"]`.
+        graph: a joint or inference graph.
         min_vocab: the smallest last dimension that is taken for a vocabulary.
 
     Returns:
         How many matmuls are gone.
     """
-    heads = {head.node for head in heads_of(graph, min_vocab)}
-    if len(heads) < 2:
+    heads = [n for n in graph.nodes if _is_head(n, min_vocab)]
+    fake_mode = detect_fake_mode([value(node) for node in heads])
+    if len(heads) < 2 or fake_mode is None:
         return 0
-    writes = Writes(graph)
-    made = heads.copy()  # and what is made of them
-    known: dict[Any, Node] = {}
-    shared = 0
-    for node, mode in with_modes(graph):
-        if node not in heads and not _is_made(node, made):
-            continue
-        made.add(node)
-        key = mode, _key(node)
-        first = known.get(key)
-        if first is None or not _stay_equal(writes, first, node):
-            known[key] = node
-        else:
-            shared += node in heads
+    emit, aliases = Emitter(graph, fake_mode), Aliases(graph)
+    returned = {each for out in graph.output_node().all_input_nodes for each in aliases.of(out)}
+    equal = {node: emit.adopt(node) for node in graph.nodes if node not in returned}
+    shared = sum(equal.get(node, node) is not node for node in heads)
+    if not shared:
+        return 0
+    for node, first in equal.items():
+        if node is not first and _are_computed_together(node, first):
             node.replace_all_uses_with(first)
-            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        _factor_out(emit, node)
+    for node in [each for each in emit.created if each.target is aten.add.Tensor]:
+        _factor_out(emit, node, of_products=False)
+    tidy(graph)
     return shared
 
 
-def _stay_equal(writes: Writes, first: Node, second: Node) -> bool:
-    """They are made of what has not changed in between, and neither the graph nor its caller changes one of them."""
-    own = writes.memory([first, second])
-    between = itertools.takewhile(lambda each: each is not second, following(first))
-    return (
-        own.isdisjoint(writes.returned())
-        and not writes.change(following(first), own)
-        and not writes.change(between, writes.memory(second.all_input_nodes))
-    )
+def _is_head(node: Node, min_vocab: int) -> bool:
+    return node.target in MATMULS and is_wide(node, min_vocab) and not is_backward(node)
 
 
-def _is_made(node: Node, made: set[Node]) -> bool:
-    """A function of one of `made` and of values beside it, that has no effects."""
-    inner = node.args[0] if node.args else None
-    if not isinstance(inner, Node) or inner not in made:
-        return False
-    if node.op not in ("call_function", "call_method"):
-        return False
-    return node.target in POINTWISE or kind_of(node, inner) is not None
+def _are_computed_together(node: Node, other: Node) -> bool:
+    """Both in forward, and both or neither of them again in backward (a checkpoint)."""
+    marks = [(is_backward(each), each.meta.get("recompute")) for each in (node, other)]
+    return marks[0] == marks[1] and not marks[0][0]
 
 
-def _key(node: Node) -> tuple[Any, ...]:
-    value = example(node)
-    facts = (value.dtype, value.requires_grad) if isinstance(value, Tensor) else None
-    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs), facts
+def _factor_out(emit: Emitter, node: Node, of_products: bool = True) -> None:
+    """f(one) + f(other) = f(one + other), where f is linear and, if `of_products`, a matmul is in it."""
+    if node.kwargs or len(node.all_input_nodes) != 2:
+        return
+    one, other = node.all_input_nodes
+    steps: list[tuple[Node, int]] = []
+    while (at := _only_difference(emit, one, other)) is not None:
+        steps.append((one, at))
+        one, other = one.args[at], other.args[at]  # type: ignore[assignment]
+    if not steps or (of_products and not any(step.target in MATMULS for step, _ in steps)):
+        return
+    emit.origin = node
+    with node.graph.inserting_before(node):
+        made = emit.call(aten.add.Tensor, one, other)
+        for step, at in reversed(steps):
+            args = [*step.args[:at], made, *step.args[at + 1 :]]
+            made = emit.call(step.target, *args, **step.kwargs)
+    node.replace_all_uses_with(made)
 
 
-def _frozen(value: Any) -> Any:
-    """`value` as something that can be compared and hashed; numbers of different types differ."""
-    if isinstance(value, tuple | list):
-        return type(value).__name__, *(_frozen(each) for each in value)
-    if isinstance(value, dict):
-        return tuple(sorted((key, _frozen(each)) for key, each in value.items()))
-    if isinstance(value, slice):
-        return "slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step)
-    return (type(value), value) if not isinstance(value, Node) else value
+def _only_difference(emit: Emitter, one: Node, other: Node) -> int | None:
+    """The argument in which two calls of a linear operator differ; None where there is no such, or another reader."""
+    if one.target is not other.target or one.target not in _LINEAR or one.kwargs != other.kwargs:
+        return None
+    pairs = list(zip(one.args, other.args, strict=False))
+    found = [at for at, pair in enumerate(pairs) if not _is_same(emit, *pair)]
+    read_again = any(sum(not is_dead(user) for user in each.users) > 1 for each in (one, other))
+    if read_again or len(found) != 1:
+        return None
+    operands = pairs[found[0]]
+    if found[0] not in _LINEAR[one.target] or not all(isinstance(n, Node) for n in operands):
+        return None
+    if found[0] and one.target in WRITES.values() and not is_zero(one.args[0]):  # type: ignore[arg-type]
+        return None
+    left, right = map(value, operands)
+    alike = left.dtype == right.dtype and same_shape(left.shape, right.shape)
+    return found[0] if alike else None
+
+
+def _is_same(emit: Emitter, one: Any, other: Any) -> bool:
+    if isinstance(one, Node) and isinstance(other, Node):
+        return emit.represents.get(one, one) is emit.represents.get(other, other)
+    return type(one) is type(other) and bool(one == other)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.collective_gradients import keep_eager_gradients
-from fx_passes.collectives.widths import least_before_autograd
 from fx_passes.equal_heads import share_heads
 from fx_passes.function_outputs import drop_unread_outputs
 from fx_passes.fuse import fuse
@@ -29,9 +28,8 @@ from fx_passes.one_matrix import multiply_once
 from fx_passes.outcome import FuseConfig, Outcome
 from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import detach_returned
-from fx_passes.row_demand import demand_rows
 from fx_passes.rows import RowsConfig, by_rows
-from fx_passes.rows.parts import takes_of_heads, work_on_parts
+from fx_passes.rows.fewer import takes_of_heads, work_on_parts
 from fx_passes.sliced_gradients import compute_all_rows
 from fx_passes.stacks import unstack
 from fx_passes.verify import trial_of
@@ -143,32 +141,6 @@ def _counted(count: int) -> Outcome:
     return Outcome(changed=count)
 
 
-def _share_heads(gm: GraphModule, config: Config) -> Outcome:
-    min_vocab = least_before_autograd(gm, config.min_vocab)
-    return _nested(gm, lambda graph: _counted(share_heads(graph, min_vocab)))
-
-
-def _demand_rows(gm: GraphModule, config: Config) -> Outcome:
-    min_vocab = least_before_autograd(gm, config.min_vocab)
-
-    def edit(graph: Graph) -> Outcome:
-        demands = demand_rows(graph, min_vocab)
-        return Outcome(changed=len(demands), notes=tuple(map(str, demands)))
-
-    return _nested(gm, edit)
-
-
-def _nested(gm: GraphModule, edit: Callable[[Graph], Outcome]) -> Outcome:
-    """Of the module's graph and all graphs nested in it."""
-    outcome = Outcome()
-    for module in modules_of(gm):
-        made = edit(module.graph)
-        if made.changed:
-            module.recompile()
-        outcome = outcome.then(made)
-    return outcome
-
-
 def modules_of(gm: GraphModule) -> list[GraphModule]:
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
@@ -185,12 +157,13 @@ def _detach_returned(gm: GraphModule, config: Config) -> Outcome:
 
 
 def _work_on_parts(graph: Graph, config: Config) -> Outcome:
-    moved = work_on_parts(graph, config.min_vocab, of_heads=True, share=_MOST_TAKEN)
+    moved, notes = work_on_parts(graph, config.min_vocab, of_heads=True, share=_MOST_TAKEN)
     if takes_of_heads(graph, config.min_vocab):
         trial = trial_of(graph)
         if fuse(trial, config.fuse).wide_after:
-            moved += work_on_parts(graph, config.min_vocab, of_heads=True)
-    return _counted(moved)
+            more, noted = work_on_parts(graph, config.min_vocab, of_heads=True)
+            moved, notes = moved + more, notes + noted
+    return Outcome(changed=moved, notes=notes)
 
 
 def _fuse(graph: Graph, config: Config) -> Outcome:
@@ -250,11 +223,11 @@ PASSES: tuple[Pass, ...] = (
          lambda gm, c: _counted(drop_unread_outputs(gm)), needed=True),
     Pass("collective_gradients", "dynamo", "in-place collectives keep the gradient of eager code",
          _keep_eager_gradients, needed=True),
-    Pass("equal_heads", "dynamo", "one matmul for all readers of deferred logits", _share_heads, _heads),
-    Pass("row_demand", "dynamo", "unread rows of the logits are not computed", _demand_rows, _heads),
     Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
     Pass("one_matrix", "joint", "a batch of matrices times one matrix is one matmul",
          lambda graph, c: _counted(multiply_once(graph, c.min_vocab)), _heads),
+    Pass("equal_heads", "joint", "equal matmuls of heads become one",
+         lambda graph, c: _counted(share_heads(graph, c.min_vocab)), _heads),
     Pass("parts", "joint", "a matmul makes only the rows of logits that are read",
          _work_on_parts, _heads),
     Pass("stacks", "joint", "stacks reduced again are computed element by element",

@@ -10,23 +10,25 @@ narrow: what calls the graph makes a node of autograd of that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fx_passes.graph.facts import hint
+from fx_passes.graph.facts import hint, same
 from fx_passes.graph.order import descendants, following
 from fx_passes.graph.writes import Writes, example
-from fx_passes.row_demand.heads import Head, heads_of
-from fx_passes.row_demand.modes import with_modes
-from fx_passes.row_demand.moves import kind_of
-from fx_passes.row_demand.region import POINTWISE, is_narrow
 
-_TURNS: set[Any] = {"t", "transpose", torch.t, torch.transpose}
+_MATMULS: dict[Any, int | str] = {
+    F.linear: 0, torch.matmul: 0, operator.matmul: 0, torch.mm: 0, torch.addmm: 1,
+    "matmul": 0, "mm": 0, "__matmul__": 0,
+}  # fmt: skip
+"""Of hidden states and a matrix, and the place of the hidden states among the arguments."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,45 @@ def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
 
 def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tuple[int, _Chain]]:
     """Those of the outputs that may be detached, by their places."""
-    heads = {head.node: head for head in heads_of(graph, min_vocab)}
-    usual = {node for node, modes in with_modes(graph) if modes.usual}
-    writes = Writes(graph)
+    usual, writes = _in_usual_modes(graph), Writes(graph)
     for place, node in enumerate(outputs):
-        chain = _Chain(heads)
+        chain = _Chain(writes)
         if not _is_wide(node, min_vocab) or not chain.leads_to(node):
             continue
         others = [*outputs, *graph.find_nodes(op="placeholder")]
         own = not _shares_memory(writes, node, others)
         again = own and chain.made <= usual and not _changed(writes, chain)
-        if again and not _is_hidden(node, heads) and _has_loss(outputs, node, chain):
+        if again and not _is_hidden(node, min_vocab) and _has_loss(outputs, node, chain):
             yield place, chain
+
+
+def _in_usual_modes(graph: Graph) -> set[Node]:
+    """The nodes where gradients, autocast and inference are as where the graph is called."""
+    given: Any = torch.is_grad_enabled()
+    grad, depth, found = given, 0, set()
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if "set_grad_enabled" in name:
+            grad = node.args[0]
+        depth += name.startswith("_enter_") - name.startswith("_exit_")
+        if grad == given and not depth:
+            found.add(node)
+    return found
+
+
+def _hidden_of(node: Node) -> Node | None:
+    """The hidden states `[..., D]` of which a matmul with a matrix makes `node`; None where none does."""
+    place = _MATMULS.get(node.target)
+    if place is None or node.op not in ("call_function", "call_method"):
+        return None
+    found = node.args[place] if len(node.args) > place else node.kwargs.get("input")  # type: ignore[operator, index]
+    weights = [example(each) for each in node.all_input_nodes if each is not found]
+    matrices = all(isinstance(each, Tensor) and each.dim() <= 2 for each in weights)
+    hidden = example(found)
+    bias = example(node.args[0]) if place == 1 else None
+    per_row = isinstance(bias, Tensor) and bias.dim() > 1
+    rows = isinstance(hidden, Tensor) and hidden.dim() >= 2
+    return found if isinstance(found, Node) and rows and matrices and not per_row else None
 
 
 class _Chain:
@@ -115,8 +144,8 @@ class _Chain:
         leaves: what it is computed of.
     """
 
-    def __init__(self, heads: Mapping[Node, Head]) -> None:
-        self.heads = heads
+    def __init__(self, writes: Writes) -> None:
+        self.writes = writes
         self.root: Node | None = None
         self.made: set[Node] = set()
         self.leaves: dict[Node, None] = {}
@@ -128,24 +157,18 @@ class _Chain:
             self.leaves[node] = None
             return True
         self.made.add(node)
-        head = self.heads.get(node)
-        if head is not None:
+        hidden = _hidden_of(node)
+        if hidden is not None:
             self.root = node
-            self.leaves[head.hidden] = None
-            weights = [each for each in node.all_input_nodes if each is not head.hidden]
+            self.leaves[hidden] = None
+            weights = [each for each in node.all_input_nodes if each is not hidden]
             # else a weight that is trained is nothing that its own gradient reads, and may be changed before
-            return _has_gradient(head.hidden) and all(map(self._is_weight, weights))
-        if node.op not in ("call_function", "call_method"):
-            return False
+            return _has_gradient(hidden) and all(map(self._is_weight, weights))
         inner, *others = sorted(node.all_input_nodes, key=_elements, reverse=True) or [node]
-        if not all(isinstance(example(each), Tensor) for each in (inner, *others)):
+        if inner is node or not self.writes.repeatable(node):
             return False
-        if node.target in POINTWISE:
-            again = all(is_narrow(example(each), example(inner)) for each in others)
-        else:
-            again = inner is node.args[0] and kind_of(node, inner) in ("view", "take")
         self.leaves |= dict.fromkeys(others)
-        return again and self.leads_to(inner)
+        return _same_columns(node, inner) and all(map(_is_narrow, others)) and self.leads_to(inner)
 
     def _is_weight(self, node: Node) -> bool:
         """Whether it is given, or made of what is by operators that can be run again."""
@@ -153,8 +176,7 @@ class _Chain:
             self.leaves[node] = None
             return True
         self.made.add(node)
-        again = node.op in ("call_function", "call_method") and node.target in POINTWISE | _TURNS
-        return again and all(self._is_weight(each) for each in node.all_input_nodes)
+        return self.writes.repeatable(node) and all(map(self._is_weight, node.all_input_nodes))
 
     def replay(self, graph: Graph, node: Node) -> GraphModule:
         """A module that computes `node` from the leaves, in their order."""
@@ -169,13 +191,30 @@ class _Chain:
 
 def _is_wide(node: object, min_vocab: int) -> bool:
     """As logits are, and has a gradient."""
+    return _has_gradient(node) and _has_columns(node, min_vocab)
+
+
+def _has_columns(node: object, min_vocab: int) -> bool:
     found = example(node)
-    return _has_gradient(node) and found.dim() > 1 and hint(found.shape[-1]) >= min_vocab
+    return isinstance(found, Tensor) and found.dim() > 1 and hint(found.shape[-1]) >= min_vocab
 
 
-def _is_hidden(node: Node, heads: Mapping[Node, Head]) -> bool:
-    """Whether a matmul reads what is made of it: hidden states may be as wide as a vocabulary."""
-    return not heads.keys().isdisjoint(descendants([node]) - {node})
+def _same_columns(node: Node, inner: Node) -> bool:
+    made, given = example(node), example(inner)
+    both = isinstance(made, Tensor) and isinstance(given, Tensor) and made.dim() and given.dim()
+    return bool(both) and same(made.shape[-1], given.shape[-1])
+
+
+def _is_narrow(node: Node) -> bool:
+    """One value per column, or one per row."""
+    found = example(node)
+    return isinstance(found, Tensor) and (found.dim() <= 1 or same(found.shape[-1], 1))
+
+
+def _is_hidden(node: Node, min_vocab: int) -> bool:
+    """Whether a head's matmul reads what is made of it: hidden states may be as wide as a vocabulary."""
+    after = descendants([node]) - {node}
+    return any(_hidden_of(each) is not None and _has_columns(each, min_vocab) for each in after)
 
 
 def _shares_memory(writes: Writes, node: Node, others: Sequence[Any]) -> bool:

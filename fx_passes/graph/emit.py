@@ -22,6 +22,7 @@ from fx_passes.graph.facts import (
     SizeArg,
     is_backward,
     numbers,
+    rank_of,
     same_layout,
     same_shape,
     shape_of,
@@ -83,6 +84,18 @@ class Emitter:
         if key in self._shared:
             return self._shared[key]
         result = result_of(self.fake_mode, target, *torch.fx.map_arg((args, kwargs), value))
+        return self._made(key, result, target, args, kwargs)
+
+    def nonzero(self, mask: Node, count: torch.SymInt) -> Node:
+        """The places where `mask` is true, [count, dims], where the graph has a symbol for their count."""
+        key = self._key(aten.nonzero.default, (mask,), {})
+        if key not in self._shared:
+            with self.fake_mode:
+                result = value(mask).new_empty((count, rank_of(mask)), dtype=torch.int64)
+            self._made(key, result, aten.nonzero.default, (mask,), {})
+        return self._shared[key]
+
+    def _made(self, key: Hashable, result: Any, target: Target, args: Any, kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = result
         node.meta["slime_fused"] = True

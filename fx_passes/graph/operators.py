@@ -104,6 +104,18 @@ def under(node: Node, targets: Container[Target]) -> Node:
     return node
 
 
+def is_transpose(node: Node) -> bool:
+    """[A, B] to [B, A]."""
+    if node.target not in TURNS or len(shape_of(node)) != 2:
+        return False
+    if node.target is aten.t.default:
+        return True
+    if node.target is aten.permute.default:
+        return node.args[1] in ([1, 0], [-1, 0], [1, -2], [-1, -2])
+    one, other = node.args[1:3]
+    return (one in (0, -2)) != (other in (0, -2))
+
+
 def is_zero(node: Node) -> bool:
     """A constant 0, under views."""
     node = under(node, SAME_ROWS | {aten.expand.default})

@@ -76,6 +76,11 @@ def _effects(graph: Graph) -> Iterator[Node]:
             yield node
 
 
+def is_dead(node: Node) -> bool:
+    """Whether nothing reads it that runs; there are passes that take nodes out at their end."""
+    return node.op == "call_function" and not node.is_impure() and all(map(is_dead, node.users))
+
+
 def tidy(graph: Graph) -> None:
     """Needed nodes, each after its inputs."""
     sort(graph)

@@ -47,11 +47,13 @@ class _Run:
         value: its own, or `_UNKNOWN`.
         memory: where the value lies, or may lie.
         written: what the node may have changed.
+        repeatable: it changes nothing and draws no random numbers.
     """
 
     value: Any
     memory: Memory
     written: Memory = frozenset()
+    repeatable: bool = False
 
 
 class _Unknowable(Exception):
@@ -87,6 +89,10 @@ class Writes:
         """What the graph's caller gets, and may change."""
         return self.memory(self._graph.output_node().all_input_nodes)
 
+    def repeatable(self, node: Node) -> bool:
+        """Whether it gives the same again for the same operands, and does nothing else."""
+        return self._of(node).repeatable
+
     def _run_all(self) -> None:
         """One node anywhere may say that nothing is known."""
         if not self._runs:
@@ -110,7 +116,7 @@ class Writes:
         operands = [self._of(each) for each in node.all_input_nodes]
         reached: Memory = frozenset().union(*(each.memory for each in operands))
         known = "example_value" in node.meta
-        value, written = example(node) if known else _UNKNOWN, reached
+        value, written, random = example(node) if known else _UNKNOWN, reached, True
         if node.op in ("placeholder", "get_attr", "output"):
             written = frozenset()
             value = _attribute(node) if node.op == "get_attr" else value
@@ -124,9 +130,10 @@ class Writes:
             args, kwargs = map_arg((node.args, node.kwargs), lambda each: self._of(each).value)
             found = _on_aliases(node, args, kwargs)
             if found is not None:
-                made, written = found
+                made, written, random = found
                 value = value if known else made
-        return _Run(value, reached if value is _UNKNOWN else _storages(value), written)
+        memory = reached if value is _UNKNOWN else _storages(value)
+        return _Run(value, memory, written, not written and not random)
 
 
 def _storages(value: Any) -> Memory:
@@ -179,8 +186,8 @@ def _may_run(node: Node) -> bool:
     return isinstance(target, written_in_c) and "functorch" not in module
 
 
-def _on_aliases(node: Node, args: Any, kwargs: Any) -> tuple[Any, Memory] | None:
-    """Runs `node`: its value, and what it writes to; None where it cannot run."""
+def _on_aliases(node: Node, args: Any, kwargs: Any) -> tuple[Any, Memory, bool] | None:
+    """Runs `node`: its value, what it writes to, whether that is random; None where it cannot run."""
     tensors = _tensors((args, kwargs))
     if not all(isinstance(each, FakeTensor) for each in tensors):
         return None
@@ -194,7 +201,8 @@ def _on_aliases(node: Node, args: Any, kwargs: Any) -> tuple[Any, Memory] | None
         if node.op == "call_method":
             target, args = getattr(args[0], target), args[1:]
         try:
-            return target(*args, **kwargs), frozenset(writing.written)
+            made = target(*args, **kwargs)
+            return made, frozenset(writing.written), writing.random
         except _Unknowable:
             raise
         except Exception:  # whatever refuses fake tensors without their context
@@ -219,9 +227,11 @@ class _Writing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if not func._schema.is_mutable:
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:

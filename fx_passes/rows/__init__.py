@@ -44,8 +44,9 @@ from fx_passes.linear.degrees import Units
 from fx_passes.outcome import Outcome, Rejection
 from fx_passes.refused import Refused
 from fx_passes.rows.early import kept_bytes, tangent_of
+from fx_passes.rows.fewer import work_on_parts
 from fx_passes.rows.loops import Loop, loops_of
-from fx_passes.rows.parts import Part, put, work_on_parts
+from fx_passes.rows.parts import Part, put
 from fx_passes.rows.program import Program
 from fx_passes.rows.region import Region, regions_of
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
@@ -56,7 +57,7 @@ __all__ = ["Looped", "RowsConfig", "RowsOutcome", "by_rows"]
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
 
-_SHARE_GIVEN, _MIN_GIVEN = 16, 4 << 20
+_SHARE_GIVEN, _MIN_GIVEN = 32, 2 << 20
 """Of a loop without a matmul: a chunk's share, and its least bytes. Nothing is read again for each chunk."""
 
 
@@ -134,6 +135,7 @@ class RowsOutcome:
         return dataclasses.replace(
             outcome,
             rejections=(*kept, *self.rejections),
+            stored=min(outcome.stored, len(kept)),  # each refused head has whole logits
             notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.loops)),
         )
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 import slime_compile
 from fx_passes import pipeline
+from fx_passes.outcome import Outcome
 from slime_compile.backend import inductor, runner
 from slime_compile.backend.options import Options
 from slime_compile.report import Report
@@ -193,14 +194,18 @@ def test_a_pass_that_fails_on_dynamos_graph_changes_nothing(
 ) -> None:
     """Of any sizes: Dynamo writes on a node of a symbolic size where it comes from, and asks for it."""
 
-    def demand_rows(graph: Graph, min_vocab: int) -> None:
+    def fails(gm: GraphModule, config: pipeline.Config) -> Outcome:
         raise ZeroDivisionError("the test's own")
 
-    monkeypatch.setattr(pipeline, "demand_rows", demand_rows)
+    passes = [
+        dataclasses.replace(each, run=fails) if each.name == "returned_logits" else each
+        for each in pipeline.PASSES
+    ]
+    monkeypatch.setattr(pipeline, "PASSES", tuple(passes))
     torch._dynamo.reset()
     fn = torch.compile(log_probs, backend="slime_fused", dynamic=True, options=INTERPRETED)
     check_against_eager(fn)
-    assert "the pass row_demand failed: ZeroDivisionError" in str(last_report())
+    assert "the pass returned_logits failed: ZeroDivisionError" in str(last_report())
     assert last_report().fused == 2
 
 

@@ -121,8 +121,8 @@ except RuntimeError as error:
 
 
 def test_passes_are_left_out_by_name() -> None:
-    options = Options.parse({}, {"SLIME_FUSED_WITHOUT": "linear, row_demand"})
-    assert options.left_out == {"linear", "row_demand"}
-    assert ("without", "'linear, row_demand'") in options.key()
+    options = Options.parse({}, {"SLIME_FUSED_WITHOUT": "linear, parts"})
+    assert options.left_out == {"linear", "parts"}
+    assert ("without", "'linear, parts'") in options.key()
     assert Options.parse({"without": ""}, {"SLIME_FUSED_WITHOUT": "linear"}) == Options()
     assert Options.parse({"without": "inlined"}, {}).inlined_below == 0

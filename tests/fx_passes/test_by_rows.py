@@ -346,7 +346,7 @@ def test_a_row_that_replaces_another() -> None:
         every = torch.zeros(ROWS, VOCAB, dtype=rows.dtype).index_put((at,), rows)
         return (every.t() @ hidden).square().mean()
 
-    check(loss, _heads(), without="row_demand")
+    check(loss, _heads())
 
 
 def test_zeros_divided_by_zero() -> None:

@@ -1,21 +1,25 @@
-"""Equal matmuls of one hidden and one weight become one: same values and gradients, or the graph stays as it was."""
+"""Equal matmuls of one hidden and one weight become one, with the same values and gradients."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import default_partition, make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from fx_passes.equal_heads import share_heads
-from fx_passes.row_demand.heads import heads_of
+from fx_passes.graph.facts import is_wide
 
+aten = torch.ops.aten
 ROWS, VOCAB, HIDDEN = 6, 37, 4
-Program = Callable[[Tensor, Tensor], Tensor]
+Program = Callable[[Tensor, Tensor], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +33,34 @@ def arguments() -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
-def run(program: Program, edit: Callable[[GraphModule], Any]) -> tuple[list[Tensor], list[Any]]:
-    """Value and gradients of the program whose graph was edited; what each edit returned, and the heads after it."""
-    answers: list[Any] = []
+def run(program: Program, times: int) -> tuple[list[Tensor], list[int], Counter[Any]]:
+    """Value and gradients; how many heads are gone each time; of the edited graph how often it calls what."""
+    gone: list[int] = []
+    calls: Counter[Any] = Counter()
 
-    def backend(gm: GraphModule, inputs: Any) -> Any:
-        answers.append((edit(gm), len(list(heads_of(gm.graph, 32))), len(gm.graph.nodes)))
+    def partition(gm: GraphModule, inputs: Any, **more: Any) -> Any:
+        gone.extend(share_heads(gm.graph, 32) for _ in range(times))
         gm.graph.lint()
         gm.recompile()
-        return gm
+        calls.update(n.target for n in gm.graph.nodes)
+        calls["heads"] = sum(n.target is aten.mm.default and is_wide(n, 32) for n in gm.graph.nodes)
+        return default_partition(gm, inputs, **more)
 
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward), partition_fn=partition
+    )
     inputs = arguments()
     value = torch.compile(program, backend=backend, fullgraph=True)(*inputs)
-    return [value, *torch.autograd.grad(value.sum(), inputs)], answers
+    total = sum(each.sum() for each in value) if isinstance(value, tuple) else value.sum()
+    return [total, *torch.autograd.grad(total, inputs)], gone, calls
 
 
-def both(program: Program) -> tuple[int, int, int]:
-    """How many heads are gone, how many are left, how many nodes."""
-    want, _ = run(program, lambda gm: None)
+def both(program: Program, times: int = 1) -> tuple[list[int], Counter[Any]]:
+    want, _, _ = run(program, times=0)
     torch._dynamo.reset()
-    found, (answer,) = run(program, lambda gm: share_heads(gm.graph, 32))
+    found, gone, calls = run(program, times)
     torch.testing.assert_close(found, want)
-    return answer
+    return gone, calls
 
 
 # ---- shared -------------------------------------------------------------------------------------------------------
@@ -85,31 +95,6 @@ def beside_a_change(h: Tensor, w: Tensor) -> Tensor:
     buffer[1:] = first[1:].detach()
     F.relu(buffer, True)
     return first.exp() + F.linear(h, w).tanh() + buffer
-
-
-@pytest.mark.parametrize(
-    "program", [twice, rows_and_temperature, other_rows, a_metric, beside_a_change]
-)
-def test_shared(program: Program) -> None:
-    gone, left, _ = both(program)
-    assert (gone, left) == (1, 1)
-
-
-def test_what_is_made_of_it_in_the_same_way_is_shared_too() -> None:
-    _, _, nodes = both(rows_and_temperature)
-    # two inputs; linear, slice, temperature, cast; log_softmax, exp, product; output
-    assert nodes == 10
-
-
-def test_twice_is_as_often_as_once() -> None:
-    def again(gm: GraphModule) -> tuple[int, int]:
-        return share_heads(gm.graph, 32), share_heads(gm.graph, 32)
-
-    _, [(answer, *_)] = run(twice, again)
-    assert answer == (1, 0)
-
-
-# ---- left as it was -----------------------------------------------------------------------------------------------
 
 
 def changed_in_place(h: Tensor, w: Tensor) -> Tensor:
@@ -168,38 +153,31 @@ def hooked(h: Tensor, w: Tensor) -> Tensor:
     return first.exp() + second.exp()
 
 
-LEFT = [
-    changed_by_a_flag,
-    hidden_changes_between,
-    hooked,
-    changed_in_place,
-    changed_through_a_view,
-    weight_changes_between,
-    another_weight,
-    one_without_gradient,
-    another_autocast,
-]
+SHARED = [
+    twice, rows_and_temperature, other_rows, a_metric, beside_a_change, one_without_gradient, changed_in_place,
+    changed_through_a_view, changed_by_a_flag, hooked,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", LEFT)
-def test_left(program: Program) -> None:
-    gone, left, _ = both(program)
-    assert (gone, left) == (0, 2)
+@pytest.mark.parametrize("program", SHARED)
+def test_shared(program: Program) -> None:
+    """What is changed in place, or has a hook, is another value made of the same matmul."""
+    gone, calls = both(program)
+    assert (gone, calls["heads"]) == ([1], 1)
 
 
-def test_returned_logits_are_left() -> None:
-    def program(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = F.linear(h, w), F.linear(h, w)
-        return first.exp(), first[1:], second.detach()
+def test_gradients_are_added_before_they_are_multiplied() -> None:
+    _, calls = both(twice)
+    assert calls[aten.mm.default] == 3  # logits; the gradients of hidden and weight
 
-    answers = []
 
-    def backend(gm: GraphModule, inputs: Any) -> Any:
-        answers.append(share_heads(gm.graph, 32))
-        return gm
+def test_what_is_made_of_it_in_the_same_way_is_shared_too() -> None:
+    _, calls = both(rows_and_temperature)
+    assert calls[aten.slice.Tensor] == 1
 
-    torch.compile(program, backend=backend, fullgraph=True)(*arguments())
-    assert answers == [0]
+
+def test_twice_is_as_often_as_once() -> None:
+    assert both(twice, times=2)[0] == [1, 0]
 
 
 def test_numbers_that_change_between_are_read_twice() -> None:
@@ -211,16 +189,34 @@ def test_numbers_that_change_between_are_read_twice() -> None:
         F.relu(shift, True)
         return first + (F.linear(h, w) + shift).tanh()
 
-    gone, left, _ = both(program)
-    assert (gone, left) == (1, 1)
+    gone, calls = both(program)
+    assert gone == [1]
+    assert calls[aten.tanh.default] == 2
 
 
-def test_numbers_of_another_type_are_others() -> None:
-    def program(h: Tensor, w: Tensor) -> Tensor:
-        return F.linear(h, w).mul(1).exp() + F.linear(h, w).mul(1.0).exp()
+# ---- left as it was -----------------------------------------------------------------------------------------------
 
-    want, [(_, _, before)] = run(program, lambda gm: None)
-    torch._dynamo.reset()
-    found, [(gone, _, after)] = run(program, lambda gm: share_heads(gm.graph, 32))
-    torch.testing.assert_close(found, want)
-    assert (gone, before - after) == (1, 1)
+
+LEFT = [hidden_changes_between, weight_changes_between, another_weight, another_autocast]
+
+
+@pytest.mark.parametrize("program", LEFT)
+def test_left(program: Program) -> None:
+    gone, calls = both(program)
+    assert (gone, calls["heads"]) == ([0], 2)
+
+
+def returned(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first, second = F.linear(h, w), F.linear(h, w)
+    return first.exp(), first[1:], second.tanh()
+
+
+def both_returned(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(h, w), F.linear(h, w)
+
+
+@pytest.mark.parametrize("program", [returned, both_returned])
+def test_returned_logits_are_left(program: Program) -> None:
+    """The caller may write to them."""
+    gone, calls = both(program)
+    assert (gone, calls["heads"]) == ([0], 2)

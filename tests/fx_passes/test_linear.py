@@ -57,7 +57,7 @@ def last_report() -> dict[str, Any]:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What is said of heads; how many rows are made is another matter (test_row_demand.py)."""
+    """What is said of heads; how many rows are made is another matter (test_fewer_rows.py)."""
     every = [note for graph in report["graphs"] for note in graph["notes"]]
     return [note for note in every if not note.startswith("rows computed: ")]
 
