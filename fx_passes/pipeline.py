@@ -30,8 +30,6 @@ from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import detach_returned
 from fx_passes.rows import RowsConfig, by_rows
 from fx_passes.rows.fewer import takes_of_heads, work_on_parts
-from fx_passes.sliced_gradients import compute_all_rows
-from fx_passes.stacks import unstack
 from fx_passes.verify import trial_of
 from fx_passes.whole_logits import use_whole_logits
 from fx_passes.writable import give_writable
@@ -99,10 +97,6 @@ def _heads(config: Config, before: Outcome) -> bool:
 
 def _rows(config: Config, before: Outcome) -> bool:
     return config.by_rows
-
-
-def _fused(config: Config, before: Outcome) -> bool:
-    return bool(before.fused)
 
 
 def _inlines(config: Config, before: Outcome) -> bool:
@@ -227,18 +221,14 @@ PASSES: tuple[Pass, ...] = (
     Pass("one_matrix", "joint", "a batch of matrices times one matrix is one matmul",
          lambda graph, c: _counted(multiply_once(graph, c.min_vocab)), _heads),
     Pass("equal_heads", "joint", "equal matmuls of heads become one",
-         lambda graph, c: _counted(share_heads(graph, c.min_vocab)), _heads),
+         lambda graph, c: _counted(share_heads(graph, c.min_vocab))),
     Pass("parts", "joint", "a matmul makes only the rows of logits that are read",
          _work_on_parts, _heads),
-    Pass("stacks", "joint", "stacks reduced again are computed element by element",
-         lambda graph, c: _counted(unstack(graph, c.min_vocab))),
     Pass("picked_rows", "joint", "rows picked and then summed are summed first",
          lambda graph, c: _counted(sum_first(graph, c.min_vocab))),
     Pass("fuse", "joint", "softmax statistics and gradients become fused operators; collectives are merged", _fuse),
     Pass("linear", "joint", "a head's matmul and its loss run in chunks",
          lambda graph, c: linear(graph, c.linear).outcome(), _heads),
-    Pass("sliced_gradients", "joint", "gradients of slices become gradients of all rows",
-         lambda graph, c: _counted(compute_all_rows(graph, c.min_vocab)), _fused),
     Pass("rows", "joint", "other row-by-row work runs over chunks of rows", _by_rows, _rows),
     Pass("whole_logits", "joint", "gradients of reshaped logits get the shape of the input",
          lambda graph, c: _counted(use_whole_logits(graph)), _consumes),

@@ -30,6 +30,14 @@ _MATMULS: dict[Any, int | str] = {
 }  # fmt: skip
 """Of hidden states and a matrix, and the place of the hidden states among the arguments."""
 
+_ARITHMETIC: set[Any] = {
+    operator.truediv, operator.mul, operator.add, operator.sub, operator.neg,
+    torch.div, torch.mul, torch.tanh, torch.neg, torch.add, torch.sub,
+    "div", "mul", "add", "sub", "neg", "tanh", "float", "double", "half", "bfloat16", "to", "type",
+    "contiguous", "clone", "detach",
+}  # fmt: skip
+"""Of logits; views of them are none of these."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -166,6 +174,10 @@ class _Chain:
             return _has_gradient(hidden) and all(map(self._is_weight, weights))
         inner, *others = sorted(node.all_input_nodes, key=_elements, reverse=True) or [node]
         if inner is node or not self.writes.repeatable(node):
+            return False
+        if node.target not in _ARITHMETIC and self.writes.memory([node]).isdisjoint(
+            self.writes.memory([inner])
+        ):
             return False
         self.leaves |= dict.fromkeys(others)
         return _same_columns(node, inner) and all(map(_is_narrow, others)) and self.leads_to(inner)

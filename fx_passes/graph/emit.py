@@ -22,7 +22,6 @@ from fx_passes.graph.facts import (
     SizeArg,
     is_backward,
     numbers,
-    rank_of,
     same_layout,
     same_shape,
     shape_of,
@@ -86,13 +85,13 @@ class Emitter:
         result = result_of(self.fake_mode, target, *torch.fx.map_arg((args, kwargs), value))
         return self._made(key, result, target, args, kwargs)
 
-    def nonzero(self, mask: Node, count: torch.SymInt) -> Node:
-        """The places where `mask` is true, [count, dims], where the graph has a symbol for their count."""
-        key = self._key(aten.nonzero.default, (mask,), {})
+    def call_like(self, like: Node, columns: Any, target: Target, *args: Any) -> Node:
+        """As `call`, where the result has the rows of `like`: for sizes that data alone says."""
+        key = self._key(target, args, {})
         if key not in self._shared:
             with self.fake_mode:
-                result = value(mask).new_empty((count, rank_of(mask)), dtype=torch.int64)
-            self._made(key, result, aten.nonzero.default, (mask,), {})
+                result = value(args[0]).new_empty([*shape_of(like)[:-1], columns])
+            self._made(key, result, target, args, {})
         return self._shared[key]
 
     def _made(self, key: Hashable, result: Any, target: Target, args: Any, kwargs: Any) -> Node:

@@ -92,6 +92,7 @@ class Looped:
         waits: why forward does not make what this loop makes in backward, or nothing.
         early: it makes gradients in forward, which are kept until backward.
         nodes: targets and lines of the user's nodes that the loop computes.
+        whole: results of a loop of forward that are as large as all chunks.
     """
 
     source: str
@@ -101,6 +102,7 @@ class Looped:
     waits: str
     early: bool
     nodes: tuple[tuple[str, str], ...]
+    whole: int
 
     def __str__(self) -> str:
         where = f" from {self.source}" if self.source else ""
@@ -118,11 +120,13 @@ class RowsOutcome:
 
     Attributes:
         left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
+        whole: results of loops of forward that are as large.
     """
 
     loops: tuple[Looped, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     left: int = 0
+    whole: int = 0
 
     def added_to(self, outcome: Outcome) -> Outcome:
         """`outcome` of the passes before, with this one's."""
@@ -135,7 +139,7 @@ class RowsOutcome:
         return dataclasses.replace(
             outcome,
             rejections=(*kept, *self.rejections),
-            stored=min(outcome.stored, len(kept)),  # each refused head has whole logits
+            stored=min(outcome.stored, len(kept) + self.whole),
             notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.loops)),
         )
 
@@ -183,7 +187,8 @@ def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> Row
                     Rejection.at(refused.reason, refused.node or next(iter(region.steps)))
                 )
     left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
-    return RowsOutcome(tuple(looped), tuple(rejections), left)
+    whole = sum(each.whole for each in looped)
+    return RowsOutcome(tuple(looped), tuple(rejections), left, whole)
 
 
 def _is_left(node: Node, min_vocab: int) -> bool:
@@ -416,4 +421,5 @@ def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan, values: int) ->
     nodes = tuple((str(node.target), source_of(node)) for node in loop.body)
     waits = plan.waits if loop.backward else ""
     early = plan.tangent is not None
-    return Looped(source, chunks, values, loop.backward, waits, early, nodes)
+    whole = 0 if loop.backward else sum(map(region.is_wide, loop.results))
+    return Looped(source, chunks, values, loop.backward, waits, early, nodes, whole)

@@ -8,17 +8,16 @@ Entry point: `work_on_parts`. Rows that no node reads are not computed: their gr
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.emit import Emitter, viewable
 from fx_passes.graph.facts import (
     TAG,
@@ -40,14 +39,13 @@ from fx_passes.graph.operators import (
     is_elementwise,
     is_pure,
     is_transpose,
-    is_zero,
-    read_back,
     under,
-    written_over,
 )
 from fx_passes.graph.order import is_dead, tidy
 from fx_passes.graph.user_lines import source_of
+from fx_passes.refused import Refused
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, same_columns
+from fx_passes.rows.spelling import added, expand_operands, spell_alike
 from fx_passes.torch_private import detect_fake_mode
 
 __all__ = ["takes_of_heads", "work_on_parts"]
@@ -83,8 +81,8 @@ def work_on_parts(
     with graph.inserting_before(graph.output_node()):
         _answer(emit, asked)
         work = _Work(emit, min_vocab, share, of_heads)
-        work.spell_alike()
-        work.expand_operands()
+        spell_alike(emit, min_vocab)
+        expand_operands(emit, min_vocab)
         if of_heads:
             work.put_last()
         work.take_first()
@@ -104,8 +102,12 @@ def _is_of_head(node: Node) -> bool:
     """Whether it takes rows of what a matmul makes, or of a function of each element of that."""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    takes = node.target in SPLITS or (node.target in TAKES and is_of_rows(node))
-    return takes and _head_under(node.args[0]) is not None
+    return node.target in {*TAKES, *SPLITS} and _head_under(node.args[0]) is not None
+
+
+def _returned(graph: Graph) -> set[Node]:
+    aliases = Aliases(graph)
+    return {each for out in graph.output_node().all_input_nodes for each in aliases.of(out)}
 
 
 def _head_under(node: Any) -> Node | None:
@@ -153,19 +155,19 @@ class _Work:
     """The edits.
 
     Attributes:
+        returned: what has the memory of an output.
         heads: factors of matmuls that were moved.
         first: the user's matmul of each that was made of it.
         rows: of each of the user's matmuls that was moved, how many rows are taken of how many.
-        places: where masks of rows are true, by dimensions.
     """
 
     def __init__(self, emit: Emitter, min_vocab: int, share: float, of_heads: bool) -> None:
         self.emit, self.min_vocab = emit, min_vocab
         self.share, self.of_heads = share, of_heads
+        self.returned = _returned(emit.graph)
         self.heads: set[Node] = set()
         self.first: dict[Node, Node] = {}
         self.rows: dict[Node, tuple[Any, Any]] = {}
-        self.places: dict[Node, list[Node]] = {}
 
     def notes(self) -> Iterator[str]:
         for node, (rows, every) in self.rows.items():
@@ -175,139 +177,6 @@ class _Work:
 
     def _wide(self) -> list[Node]:
         return [node for node in self.emit.graph.nodes if is_wide(node, self.min_vocab)]
-
-    # ---- one spelling ---------------------------------------------------------------------------------------------
-
-    def spell_alike(self) -> None:
-        """Slices and numbers of rows, where rows are left out.
-
-        split(x, n)[1]        ->  x[n : 2 * n]
-        cat([zeros, g])       ->  zeros; zeros[n:] = g
-        x[mask]               ->  x[nonzero(mask)]
-        x[n:] = g; x[n:]      ->  g
-        cat([a, b]) as [2, N, V]  ->  cat([a as [1, N, V], b as [1, N, V]])
-        zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
-        """
-        spellings: dict[Any, Callable[[Node], Node | None]] = {
-            aten.view.default: self._stacked,
-            aten.slice.Tensor: read_back,
-            aten.select.int: read_back,
-            aten.slice_scatter.default: self._overwritten,
-            aten.select_scatter.default: self._overwritten,
-            aten.add.Tensor: _added_to_zero,
-            operator.getitem: self._piece,
-            aten.cat.default: self._joined,
-            aten.index.Tensor: self._by_mask,
-            aten.index_put.default: self._by_mask,
-        }
-        for node in self._wide():
-            self.emit.origin = node
-            made = spellings[node.target](node) if node.target in spellings else None
-            if made is not None:
-                node.replace_all_uses_with(made)
-
-    def _by_mask(self, node: Node) -> Node | None:
-        args: Any = node.args
-        every, masks, *rest = args
-        mask = masks[0] if len(masks) == 1 else None
-        if mask is None or value(mask).dtype != torch.bool:
-            return None
-        bound = node.meta.get("unbacked_bindings")
-        if node.target is aten.index.Tensor and bound and _head_under(every) is not None:
-            count: Any = shape_of(node)[0]
-            places = self.emit.nonzero(mask, count)
-            places.meta["unbacked_bindings"] = bound
-            dims = range(rank_of(mask))
-            self.places[mask] = [self.emit.call(aten.select.int, places, 1, dim) for dim in dims]
-        if mask not in self.places:
-            return None
-        return self.emit.call(node.target, every, self.places[mask], *rest, **node.kwargs)
-
-    def _piece(self, node: Node) -> Node | None:
-        split: Node = node.args[0]  # type: ignore[assignment]
-        if split.target not in SPLITS:
-            return None
-        every: Any = split.args[0]
-        dim = (
-            (split.args[1:] or (0,))[-1]
-            if split.target is aten.unbind.int
-            else (split.args[2:] or (0,))[0]
-        )
-        at, sizes = _dim(dim, every), [shape_of(each) for each in value(split)]
-        unread = len(split.users) < len(sizes)
-        if not unread or at is None:
-            return None
-        place: int = node.args[1]  # type: ignore[assignment]
-        if split.target is aten.unbind.int:
-            return self.emit.call(aten.select.int, every, at, place)
-        start = sum(size[at] for size in sizes[:place])
-        return self._slice(every, at, start, start + sizes[place][at])
-
-    def _slice(self, every: Node, at: int, start: Any, end: Any) -> Node | None:
-        if not all(isinstance(each, int) for each in (start, end)):
-            return None
-        return self.emit.call(aten.slice.Tensor, every, at, start, end)
-
-    def _joined(self, node: Node) -> Node | None:
-        pieces: Any = node.args[0]
-        at = _dim((node.args[1:] or (0,))[0], node)
-        kept = [not is_zero(each) for each in pieces]
-        if at is None or all(kept) or not any(kept):
-            return None
-        ends = list(itertools.accumulate(shape_of(each)[at] for each in pieces))
-        if not all(isinstance(end, int) for end in ends):
-            return None
-        zeros = self.emit.full(self.emit.sizes(node), 0, value(node).dtype, node)
-        puts = [
-            self.emit.call(aten.slice_scatter.default, zeros, each, at, start, end)
-            for each, keep, start, end in zip(pieces, kept, [0, *ends], ends, strict=False)
-            if keep
-        ]
-        return self._sum(puts)
-
-    def _stacked(self, node: Node) -> Node | None:
-        """A stack, which torch spells as pieces one behind the other and a view of them."""
-        joined: Any = node.args[0]
-        if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
-            return None
-        pieces, shape = joined.args[0], shape_of(node)
-        if not all(same_shape([len(pieces), *shape_of(each)], shape) for each in pieces):
-            return None
-        apart = [self.emit.reshape(each, [1, *self.emit.sizes(each)]) for each in pieces]
-        return self.emit.call(aten.cat.default, apart)
-
-    def _overwritten(self, node: Node) -> Node | None:
-        """What is put among zeros, without what it replaces there."""
-        base = written_over(node)
-        if base is None or base is node.args[0] or not is_zero(base):
-            return None
-        zeros = self.emit.full(self.emit.sizes(node), 0, value(node).dtype, node)
-        written: Any = node.args[1]
-        return zeros if is_zero(written) else self.emit.call(node.target, zeros, *node.args[1:])
-
-    def _sum(self, nodes: Sequence[Node]) -> Node:
-        return functools.reduce(
-            lambda one, other: self.emit.call(aten.add.Tensor, one, other), nodes
-        )
-
-    def expand_operands(self) -> None:
-        """A number for some of the dimensions of rows becomes one for each row, as a view."""
-        for node in self._wide():
-            if is_elementwise(node):
-                self._expand_operands_of(node)
-
-    def _expand_operands_of(self, node: Node) -> None:
-        shape = shape_of(node)
-        for operand in node.all_input_nodes:
-            if not isinstance(value(operand), torch.Tensor):
-                continue
-            own = shape_of(operand)
-            lead = own[:-1] if len(own) == len(shape) else ()
-            ones = [same(size, 1) for size in lead]
-            if any(ones) and not all(ones) and not same_shape(lead, shape[:-1]):
-                self.emit.origin = node
-                sizes = [*self.emit.sizes(node)[:-1], self.emit.sizes(operand)[-1]]
-                node.replace_input_with(operand, self.emit.expand(operand, sizes))
 
     # ---- takes first ----------------------------------------------------------------------------------------------
 
@@ -323,9 +192,12 @@ class _Work:
     def _take_first(self, node: Node) -> None:
         inner: Node = node.args[0]  # type: ignore[assignment]
         point = under(inner, _SHOWN)
-        taken, every = _rows_taken(point), math.prod(shape_of(point)[:-1])
-        if taken is None or not _fewer(taken, every):
+        takes, every = _takes_of(point) or [], math.prod(shape_of(point)[:-1])
+        taken = sum(math.prod(shape_of(each)[:-1]) for each in takes)
+        if not takes or not _fewer(taken, every):
             return
+        if len(takes) > 1 and not self.returned.isdisjoint(takes):
+            return  # what the caller writes to one is in the other
         self.emit.origin = point
         if point.target in _HEADS:
             if hint(taken) <= self.share * hint(every):
@@ -338,7 +210,7 @@ class _Work:
         operands = [each for each in point.all_input_nodes if rank_of(each)]
         if len(operands) > 1 and not self.of_heads:
             return
-        taken = {each: self._taken(node, node.args[0], each) for each in operands}
+        taken = {each: self._taken(node, each) for each in operands}
         if None in taken.values():
             return
         found, kwargs = map_arg((point.args, point.kwargs), lambda each: taken.get(each, each))
@@ -351,7 +223,7 @@ class _Work:
         """take(h @ w) -> take(h) @ w"""
         args: list[Any] = list(point.args)
         at = _HEADS[point.target]
-        rows = self._taken(node, node.args[0], args[at])
+        rows = self._taken(node, args[at])
         if rows is None:
             return
         args[at] = self._flat(rows)
@@ -366,16 +238,30 @@ class _Work:
             rows, total = self.rows[first]
             self.rows[first] = (rows - every + taken, total)
 
-    def _taken(self, node: Node, inner: Any, of: Any) -> Node | None:
-        """What `node` takes of `inner`, taken of `of`, which has as many rows; None where that would be a copy."""
-        if not viewable(value(of), [*shape_of(inner)[:-1], shape_of(of)[-1]]):
-            return None
-        every = self.emit.reshape(of, [*self.emit.sizes(inner)[:-1], self.emit.sizes(of)[-1]])
-        return self._take(node, every)
+    def _taken(self, node: Node, of: Any) -> Node | None:
+        """What `node` takes, taken of `of`, which has as many rows as that; None where that would be a copy."""
+        made = self._selected(node.args[0], of, node.target, node.args[1:], node)
+        if made is not None and "unbacked_bindings" in node.meta:
+            made.meta["unbacked_bindings"] = node.meta["unbacked_bindings"]
+        return made
 
-    def _take(self, node: Node, every: Node) -> Node:
-        """What `node` takes, taken of `every`."""
-        return self.emit.call(node.target, every, *node.args[1:], **node.kwargs)
+    def _selected(self, every: Any, of: Any, target: Any, args: Any, like: Node) -> Node | None:
+        """Rows of `of`, which has those of `every`, [..., V], as many as `like` has."""
+        emit = self.emit
+        if not viewable(value(of), [*shape_of(every)[:-1], shape_of(of)[-1]]):
+            return None
+        rows = emit.reshape(of, [*emit.sizes(every)[:-1], emit.sizes(of)[-1]])
+        try:
+            made = emit.call(target, rows, *args)
+        except Refused:  # the sizes are those that data gives to `like`
+            if not self.of_heads:
+                return None
+            made = emit.call_like(like, shape_of(of)[-1], target, rows, *args)
+        for dim, size in enumerate(shape_of(made)):
+            if not isinstance(size, int):
+                known: Any = emit.size(made, dim)
+                emit.known_sizes.setdefault(size.node.expr, known)
+        return made
 
     def _flat(self, node: Node) -> Node:
         *lead, columns = self.emit.sizes(node)
@@ -418,7 +304,7 @@ class _Work:
     def _products(self, node: Node, outer: Node) -> Node | None:
         """A matmul of what is put, by its columns or over its rows, or its sum over the rows."""
         made = [self._product(put, node, outer) for put in _puts_in(node)]
-        return None if None in made else self._sum(made)  # type: ignore[arg-type]
+        return None if None in made else added(self.emit, made)  # type: ignore[arg-type]
 
     def _product(self, put: Node, node: Node, outer: Node) -> Node | None:
         """The part of `outer`, a product of `node`, that is of `put`."""
@@ -455,14 +341,13 @@ class _Work:
 
     def _taken_as_put(self, node: Node, of: Any) -> Node | None:
         """The rows of `of`, [all rows..., D], among which `node` puts its own; None where that would be a copy."""
-        emit = self.emit
-        if not viewable(value(of), [*shape_of(node)[:-1], shape_of(of)[-1]]):
-            return None
-        every = emit.reshape(of, [*emit.sizes(node)[:-1], emit.sizes(of)[-1]])
         if node.target in BY_NUMBERS:
-            return emit.call(aten.index.Tensor, every, node.args[1])
-        target = aten.slice.Tensor if PUTS[node.target] == "slice" else aten.select.int
-        return emit.call(target, every, *node.args[2:])
+            target, args = aten.index.Tensor, node.args[1:2]
+        else:
+            target = aten.slice.Tensor if PUTS[node.target] == "slice" else aten.select.int
+            args = node.args[2:]
+        rows: Any = rows_put(node)
+        return self._selected(node, of, target, args, rows)
 
     def _turned_round(self, node: Node, outer: Node) -> Node | None:
         """A cast, a product with a number or with what a head makes, a sum of what is put alike."""
@@ -486,24 +371,8 @@ class _Work:
         return None
 
 
-def _added_to_zero(node: Node) -> Node | None:
-    """x + 0"""
-    if node.kwargs or len(node.all_input_nodes) != 2:
-        return None
-    one, other = node.all_input_nodes
-    zero, rest = (one, other) if is_zero(one) else (other, one)
-    same_kind = value(rest).dtype == value(node).dtype and _same_rows(rest, node)
-    return rest if is_zero(zero) and same_kind else None
-
-
 def _told(rows: Any) -> str:
     return f"{rows:,}" if isinstance(rows, int) else str(rows)
-
-
-def _dim(dim: Any, node: Node) -> int | None:
-    """A dimension of rows; None of columns."""
-    rank = len(shape_of(node))
-    return dim % rank if dim % rank != rank - 1 else None
 
 
 def _fewer(taken: Any, every: Any) -> bool:
@@ -522,29 +391,26 @@ def _same_rows(one: Node, other: Node) -> bool:
     return same_shape(shape_of(one), shape_of(other))
 
 
-def _rows_taken(node: Node) -> Any:
-    """How many rows are taken of it; None where something reads all of them."""
-    takes = _takes_of(node)
-    if takes is None:
-        return None
-    different = {str((each.target, each.args[1:], shape_of(each))): each for each in takes}
-    return sum(math.prod(shape_of(each)[:-1]) for each in different.values())
-
-
 def _takes_of(node: Node) -> list[Node] | None:
-    found = []
+    """What takes rows of it; None where something reads all of them."""
+    found: dict[str, Node] = {}
     for user in node.users:
         if is_dead(user):
             continue
         if user.target in TAKES and is_of_rows(user):
-            found.append(user)
+            found.setdefault(_place(user), user)
             continue
         shows = user.target in _SHOWN and same_columns(user, node)
         takes = _takes_of(user) if shows else None
         if takes is None:
             return None
-        found += takes
-    return found
+        found |= {_place(each): each for each in takes}
+    return list(found.values())
+
+
+def _place(node: Node) -> str:
+    """Equal for takes of the same rows."""
+    return str((node.target, node.args[1:], shape_of(node)))
 
 
 def _readers(node: Node, turned: bool = False) -> list[tuple[Node, bool]]:

@@ -236,5 +236,5 @@ def test_a_pass_that_raises_on_one_rank(
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipeline, "compute_all_rows", fails)
+    monkeypatch.setattr(pipeline, "use_whole_logits", fails)
     assert exchanged(sent, LOSSES["log_probs_and_entropy"], 100, strict=False) == common

@@ -1,0 +1,167 @@
+"""Rows that are left out or put among zeros, and what is computed of them, in one spelling.
+
+Entry points: `spell_alike`, `expand_operands`. `fewer.py` then knows slices, selections and scatters, and neither splits
+nor joins.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import is_wide, same, same_shape, shape_of, value
+from fx_passes.graph.operators import SPLITS, is_elementwise, is_zero, read_back, written_over
+
+__all__ = ["added", "expand_operands", "spell_alike"]
+
+aten = torch.ops.aten
+
+
+def spell_alike(emit: Emitter, min_vocab: int) -> None:
+    """Pieces, joins and writes become slices and scatters.
+
+    split(x, n)[1]                       ->  x[n : 2 * n], where another piece is unread
+    cat([zeros, g])                      ->  zeros; zeros[n:] = g
+    cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]])
+    x[n:] = g; x[n:]                     ->  g
+    zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
+    zeros + g                            ->  g
+    """
+    for node in _wide(emit, min_vocab):
+        emit.origin = node
+        made = _SPELLINGS[node.target](emit, node) if node.target in _SPELLINGS else None
+        if made is not None:
+            node.replace_all_uses_with(made)
+
+
+def _piece(emit: Emitter, node: Node) -> Node | None:
+    split: Node = node.args[0]  # type: ignore[assignment]
+    if split.target not in SPLITS:
+        return None
+    every: Any = split.args[0]
+    dim = (
+        (split.args[1:] or (0,))[-1]
+        if split.target is aten.unbind.int
+        else (split.args[2:] or (0,))[0]
+    )
+    at, sizes = _dim(dim, every), [shape_of(each) for each in value(split)]
+    unread = len(split.users) < len(sizes)
+    if not unread or at is None:
+        return None
+    place: int = node.args[1]  # type: ignore[assignment]
+    if split.target is aten.unbind.int:
+        return emit.call(aten.select.int, every, at, place)
+    start = sum(size[at] for size in sizes[:place])
+    return _slice(emit, every, at, start, start + sizes[place][at])
+
+
+def _slice(emit: Emitter, every: Node, at: int, start: Any, end: Any) -> Node | None:
+    if not all(isinstance(each, int) for each in (start, end)):
+        return None
+    return emit.call(aten.slice.Tensor, every, at, start, end)
+
+
+def _joined(emit: Emitter, node: Node) -> Node | None:
+    pieces: Any = node.args[0]
+    at = _dim((node.args[1:] or (0,))[0], node)
+    kept = [not is_zero(each) for each in pieces]
+    if at is None or all(kept) or not any(kept):
+        return None
+    ends = list(itertools.accumulate(shape_of(each)[at] for each in pieces))
+    if not all(isinstance(end, int) for end in ends):
+        return None
+    zeros = emit.full(emit.sizes(node), 0, value(node).dtype, node)
+    puts = [
+        emit.call(aten.slice_scatter.default, zeros, each, at, start, end)
+        for each, keep, start, end in zip(pieces, kept, [0, *ends], ends, strict=False)
+        if keep
+    ]
+    return added(emit, puts)
+
+
+def _stacked(emit: Emitter, node: Node) -> Node | None:
+    """A stack, which torch spells as pieces one behind the other and a view of them."""
+    joined: Any = node.args[0]
+    if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
+        return None
+    pieces, shape = joined.args[0], shape_of(node)
+    if not all(same_shape([len(pieces), *shape_of(each)], shape) for each in pieces):
+        return None
+    apart = [emit.reshape(each, [1, *emit.sizes(each)]) for each in pieces]
+    return emit.call(aten.cat.default, apart)
+
+
+def _overwritten(emit: Emitter, node: Node) -> Node | None:
+    """What is put among zeros, without what it replaces there."""
+    base = written_over(node)
+    if base is None or base is node.args[0] or not is_zero(base):
+        return None
+    zeros = emit.full(emit.sizes(node), 0, value(node).dtype, node)
+    written: Any = node.args[1]
+    return zeros if is_zero(written) else emit.call(node.target, zeros, *node.args[1:])
+
+
+def added(emit: Emitter, nodes: Sequence[Node]) -> Node:
+    return functools.reduce(lambda one, other: emit.call(aten.add.Tensor, one, other), nodes)
+
+
+def expand_operands(emit: Emitter, min_vocab: int) -> None:
+    """A number for some of the dimensions of rows becomes one for each row, as a view."""
+    for node in _wide(emit, min_vocab):
+        if is_elementwise(node):
+            _expand_operands_of(emit, node)
+
+
+def _expand_operands_of(emit: Emitter, node: Node) -> None:
+    shape = shape_of(node)
+    for operand in node.all_input_nodes:
+        if not isinstance(value(operand), torch.Tensor):
+            continue
+        own = shape_of(operand)
+        lead = own[:-1] if len(own) == len(shape) else ()
+        ones = [same(size, 1) for size in lead]
+        if any(ones) and not all(ones) and not same_shape(lead, shape[:-1]):
+            emit.origin = node
+            sizes = [*emit.sizes(node)[:-1], emit.sizes(operand)[-1]]
+            node.replace_input_with(operand, emit.expand(operand, sizes))
+
+
+def _added_to_zero(emit: Emitter, node: Node) -> Node | None:
+    """x + 0"""
+    if node.kwargs or len(node.all_input_nodes) != 2:
+        return None
+    one, other = node.all_input_nodes
+    zero, rest = (one, other) if is_zero(one) else (other, one)
+    same_kind = value(rest).dtype == value(node).dtype and same_shape(
+        shape_of(rest), shape_of(node)
+    )
+    return rest if is_zero(zero) and same_kind else None
+
+
+def _dim(dim: Any, node: Node) -> int | None:
+    """A dimension of rows; None of columns."""
+    rank = len(shape_of(node))
+    return dim % rank if dim % rank != rank - 1 else None
+
+
+def _wide(emit: Emitter, min_vocab: int) -> list[Node]:
+    return [node for node in emit.graph.nodes if is_wide(node, min_vocab)]
+
+
+_SPELLINGS: dict[Any, Callable[[Emitter, Node], Node | None]] = {
+    operator.getitem: _piece,
+    aten.cat.default: _joined,
+    aten.view.default: _stacked,
+    aten.slice.Tensor: lambda emit, node: read_back(node),
+    aten.select.int: lambda emit, node: read_back(node),
+    aten.slice_scatter.default: _overwritten,
+    aten.select_scatter.default: _overwritten,
+    aten.add.Tensor: _added_to_zero,
+}
