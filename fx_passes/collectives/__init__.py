@@ -12,7 +12,7 @@ in f is another one on another rank: row values are gathered, and a number that 
 merge. What a rank alone has decides nothing (test_same_on_all_ranks.py compares ranks that differ in it):
 
     columns of the shard, min_vocab   what ranks reduce over columns for an all-reduce is a vocabulary, however narrow
-                                      (`widths.py`); before autograd, where that is not seen, every matmul's width is
+                                      (`widths.py`)
     as many rows as columns           what is reduced over columns, and what is made of that in the same shape, is no
                                       logits and is not as wide as them, whatever its sizes are (`graph/per_row.py`)
     symbolic and static sizes         sizes are compared by their hints, and none decides but by the rows above

@@ -1,6 +1,6 @@
 """The width of a vocabulary in a graph over shards: the columns the ranks reduce.
 
-Entry points: `least_vocabulary`, and `least_before_autograd` for Dynamo's graph.
+Entry point: `least_vocabulary`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import mark_backward
 from fx_passes.graph.facts import hint, is_float_tensor, rank_of, shape_of
@@ -43,18 +43,6 @@ def least_vocabulary(graph: Graph, min_vocab: int) -> int:
                 "give merge_collectives=False on all ranks"
             )
     return min([min_vocab, *(size for _, size in widths if size >= 2)])
-
-
-def least_before_autograd(gm: GraphModule, min_vocab: int) -> int:
-    """The same of Dynamo's graph, which does not tell what belongs together: where ranks exchange, any matmul's width.
-
-    Values of DTensors are as wide there as on all ranks together.
-    """
-    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-    called = (str(node.target) for graph in graphs for node in graph.nodes)
-    return (
-        2 if any(name.startswith("_c10d_functional.all_reduce") for name in called) else min_vocab
-    )
 
 
 def _widths(graph: Graph) -> Iterator[tuple[Target, int]]:
