@@ -14,6 +14,8 @@ the graph's text. It is JSON:
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
     wide      [columns, bytes of one]: of the widest value of a chunk
 
+A step that writes over its first argument (`row_grad_`) has that for its result.
+
 Values are numbered: tensors with rows, tensors without, then the result of each step. An argument is a number, a list,
 or one of {"v": value}, {"n": 1} for the rows of the chunk, {"s": i} for size number i, {"d": dtype}.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 import json
 import operator
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import SizeArg, value
+from fx_passes.graph.operators import MATMULS, VIEWS
 from fx_passes.graph.rows import (
     COUNT,
     Across,
@@ -48,6 +51,24 @@ from fx_passes.rows.parts import Part, taken
 from fx_passes.rows.region import Region
 
 aten = torch.ops.aten
+
+_GRADIENT = torch.ops.slime_fused.row_grad.default
+_MATMULS = set(map(str, MATMULS))
+_VIEWS = set(map(str, VIEWS))
+
+
+def _has_its_dtype(node: Node) -> bool:
+    """A gradient in the dtype of the logits."""
+    return bool(value(node).dtype == value(node.args[0]).dtype)
+
+
+def _values_in(arg: Any) -> Iterator[Any]:
+    """The values that a part of a loop's text names."""
+    if isinstance(arg, dict):
+        yield from [arg["v"]] if "v" in arg else ()
+    elif isinstance(arg, list):
+        for each in arg:
+            yield from _values_in(each)
 
 
 class Program:
@@ -82,6 +103,9 @@ class Program:
                 self._at[node] = self._step(region.steps[node])
         for node in loop.results:
             self.results.append(self._result(node))
+        for node in loop.body:
+            if node.target is _GRADIENT and _has_its_dtype(node):
+                self._write_over_logits(self._at[node]["v"])
 
     def text(self) -> str:
         """See NOTE [Loops as text]."""
@@ -106,6 +130,26 @@ class Program:
             "wide": self.region.widest(self.loop.body),
         }
         return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
+
+    def _write_over_logits(self, at: tuple[str, int]) -> None:
+        """That step's gradient overwrites logits that a matmul of the loop makes, if it is the last to read them."""
+        name, args, kwargs = self.steps[at[1]]
+        if name != str(_GRADIENT):
+            return  # an equal one has been looked at
+        root = self._shown(args[0]["v"])
+        if root[0] != "step" or self.steps[root[1]][0] not in _MATMULS:
+            return
+        later = [*self.steps[at[1] + 1 :], *self.results]
+        if any(self._shown(read) == root for read in _values_in(later)):
+            return
+        terms = args[:6] + args[7:]  # without the dtype
+        self.steps[at[1]] = [name.replace("row_grad.", "row_grad_."), terms, kwargs]
+
+    def _shown(self, at: tuple[str, int]) -> tuple[str, int]:
+        """The value that is shown by views of it."""
+        while at[0] == "step" and self.steps[at[1]][0] in _VIEWS:
+            at = self.steps[at[1]][1][0]["v"]
+        return at
 
     # -- values ----------------------------------------------------------------------------------
 

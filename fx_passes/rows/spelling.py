@@ -1,7 +1,7 @@
 """Rows that are left out or put among zeros, and what is computed of them, in one spelling.
 
-Entry points: `spell_alike`, `expand_operands`. `fewer.py` then knows slices, selections and scatters, and neither splits
-nor joins.
+Entry points: `spell_alike`, `expand_operands`. `fewer.py` then knows slices, selections and scatters, and no splits or
+joins.
 """
 
 from __future__ import annotations

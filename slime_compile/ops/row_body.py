@@ -62,6 +62,8 @@ Body = Callable[[Chunk], dict[int, Tensor]]
 
 _FACTORIES = {"aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
               "prims.iota.default"}  # fmt: skip
+_OVER = {"slime_fused.row_grad_.default"}
+"""Steps that write over their first argument; their result is that."""
 
 
 def body_of(text: str, steps: Steps, compiled: bool) -> Body:
@@ -142,7 +144,8 @@ def _called(name: str, args: Any, kwargs: Any, values: Any, chunk: Chunk) -> Any
         return positional[0].to(
             positional[1]
         )  # the operator's own kernel makes a leaf that requires grad of one
-    return function_of(name)(*positional, **keywords)
+    made = function_of(name)(*positional, **keywords)
+    return positional[0] if name in _OVER else made
 
 
 def _last_reads(told: Steps, first: int) -> dict[int, list[int]]:
@@ -229,7 +232,8 @@ class _Compiled:
             if name in _FACTORIES:
                 keywords["device"] = chunk.rows[0].device
             positional = tuple(_argument(arg, values, chunk.sizes, count) for arg in args)
-            values[first + at] = graph.call_function(function_of(name), positional, keywords)
+            made = graph.call_function(function_of(name), positional, keywords)
+            values[first + at] = positional[0] if name in _OVER else made
         for place, into in zip(self.steps.written, out, strict=True):
             graph.call_function(torch.ops.aten.copy_.default, (into, values[place]))
         if self.steps.over is not None:

@@ -471,6 +471,53 @@ class _Clipped(torch.autograd.Function):
         return grad.clamp(-1e-3, 1e-3)
 
 
+def _cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.t(), target)
+
+
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_overwrites_the_logits_of_a_loop(
+    dtype: torch.dtype, inner: str, graphs: list[Graph]
+) -> None:
+    given = _heads(dtype) | {"target": torch.arange(ROWS)}
+    check(_cross_entropy, given, inner=inner, without="linear")
+    if inner == "aot_eager":
+        assert "slime_fused.row_grad_.default" in str([node.args for node in loops(graphs[0])])
+
+
+def _value(kind: str, at: int) -> dict[str, Any]:
+    return {"v": (kind, at)}
+
+
+MATMUL = ["aten.mm.default", [_value("rows", 0), _value("whole", 0)], {}]
+VIEW = ["aten.view.default", [_value("step", 0), [{"n": 1}, 1, 7]], {}]
+GRADIENT = ["slime_fused.row_grad.default", [_value("step", 1), *range(7)], {}]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "results"),
+    [
+        (MATMUL, [["aten.exp.default", [_value("step", 0)], {}]], []),
+        (MATMUL, [["aten.exp.default", [_value("step", 1)], {}]], []),
+        (MATMUL, [], [["rows", _value("step", 1), "float32", [7]]]),
+        (["aten.exp.default", [_value("rows", 0)], {}], [], []),
+        (["aten.slice.Tensor", [_value("rows", 0), 1, 0, 7], {}], [], []),
+    ],
+)
+def test_a_gradient_that_does_not_overwrite(first: Any, later: Any, results: Any) -> None:
+    """A step or a result reads the logits again, by whatever view, or no matmul of the loop makes them."""
+    program = Program.__new__(Program)
+    program.steps, program.results = [first, VIEW, GRADIENT, *later], results
+    program._write_over_logits(("step", 2))
+    assert program.steps[2] is GRADIENT
+    program.steps, program.results = [MATMUL, VIEW, GRADIENT], []
+    program._write_over_logits(("step", 2))
+    assert program.steps[2][0] == "slime_fused.row_grad_.default"
+
+
 def test_a_gradient_that_the_program_clips_waits(graphs: list[Graph]) -> None:
     """What is not linear in the loss's gradient is made for the number that backward brings."""
 
