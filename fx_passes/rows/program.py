@@ -52,7 +52,7 @@ from fx_passes.rows.region import Region
 
 aten = torch.ops.aten
 
-_GRADIENT = torch.ops.slime_fused.row_grad.default
+_GRADIENT = "slime_fused.row_grad.default"
 _MATMULS = set(map(str, MATMULS))
 _VIEWS = set(map(str, VIEWS))
 
@@ -104,7 +104,7 @@ class Program:
         for node in loop.results:
             self.results.append(self._result(node))
         for node in loop.body:
-            if node.target is _GRADIENT and _has_its_dtype(node):
+            if str(node.target) == _GRADIENT and _has_its_dtype(node):
                 self._write_over_logits(self._at[node]["v"])
 
     def text(self) -> str:
@@ -134,7 +134,7 @@ class Program:
     def _write_over_logits(self, at: tuple[str, int]) -> None:
         """That step's gradient overwrites logits that a matmul of the loop makes, if it is the last to read them."""
         name, args, kwargs = self.steps[at[1]]
-        if name != str(_GRADIENT):
+        if name != _GRADIENT:
             return  # an equal one has been looked at
         root = self._shown(args[0]["v"])
         if root[0] != "step" or self.steps[root[1]][0] not in _MATMULS:
