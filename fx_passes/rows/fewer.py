@@ -81,7 +81,7 @@ def work_on_parts(
     with graph.inserting_before(graph.output_node()):
         _answer(emit, asked)
         work = _Work(emit, min_vocab, share, of_heads)
-        spell_alike(emit, min_vocab)
+        spell_alike(emit, min_vocab, stacks=not of_heads)
         expand_operands(emit, min_vocab)
         if of_heads:
             work.put_last()

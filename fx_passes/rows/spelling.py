@@ -24,19 +24,22 @@ __all__ = ["added", "expand_operands", "spell_alike"]
 aten = torch.ops.aten
 
 
-def spell_alike(emit: Emitter, min_vocab: int) -> None:
+def spell_alike(emit: Emitter, min_vocab: int, stacks: bool) -> None:
     """Pieces, joins and writes become slices and scatters.
 
     split(x, n)[1]                       ->  x[n : 2 * n], where another piece is unread
     cat([zeros, g])                      ->  zeros; zeros[n:] = g
-    cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]])
+    cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]]), if `stacks`
     x[n:] = g; x[n:]                     ->  g
     zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
     zeros + g                            ->  g
     """
     for node in _wide(emit, min_vocab):
         emit.origin = node
-        made = _SPELLINGS[node.target](emit, node) if node.target in _SPELLINGS else None
+        spelling = _SPELLINGS.get(node.target)
+        if spelling is None or (spelling is _stacked and not stacks):
+            continue
+        made = spelling(emit, node)
         if made is not None:
             node.replace_all_uses_with(made)
 
