@@ -36,6 +36,11 @@ class Frame:
 _SOFT_FAILURES = ("Unsupported", "UserError", "SkipFrame", "RecompileLimitExceeded")
 """Failures after which Dynamo runs the frame as plain Python; the others are raised."""
 
+_REPEATED = re.compile(
+    r"^<class '.*\.(Tensorify|Unspecialize|CompileCollective)\w*RestartAnalysis'>$"
+)
+"""Reasons for tracing a frame anew other than graph breaks: numbers that become tensors, sizes that vary."""
+
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+(?=$| \()")
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -184,7 +189,8 @@ def _restarts(metrics: Any) -> list[Frame]:
     """Graph breaks for which Dynamo traced a frame anew; torch keeps their reason, not their line."""
     place = _place(metrics.co_filename, metrics.co_firstlineno)
     name = function_of(metrics.co_name or "a frame")
-    return [Frame.found(name, place, summary(r)) for r in metrics.restart_reasons or ()]
+    reasons = [each for each in metrics.restart_reasons or () if not _REPEATED.match(each)]
+    return [Frame.found(name, place, summary(each)) for each in reasons]
 
 
 def _ended(metrics: Any) -> float:

@@ -639,6 +639,21 @@ def test_frames_of_torchs_own_are_nobodys_loss(monkeypatch: pytest.MonkeyPatch) 
     assert [f.source for f, _ in frames.process_frames()] == ["/a/trainer.py:7"]
 
 
+def test_a_number_that_becomes_a_tensor_is_no_graph_break() -> None:
+    """Dynamo traces the frame anew for a CPU tensor of one float64 number."""
+    torch._dynamo.reset()
+
+    def loss(logits: Tensor, scale: Tensor) -> Tensor:
+        return torch.log_softmax(logits * scale, -1)[:, 0].mean()
+
+    compiled = torch.compile(
+        loss, backend="slime_fused", fullgraph=True, options={"inner": "aot_eager", "min_vocab": 32}
+    )
+    logits = torch.randn(7, 37, dtype=torch.float64, requires_grad=True)
+    compiled(logits, torch.full((), 0.5, dtype=torch.float64))
+    slime_compile.reports()[-1].assert_fused()
+
+
 def test_a_failed_pass_is_no_fused_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(graph: object, config: object) -> None:
         raise ZeroDivisionError
