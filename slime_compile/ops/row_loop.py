@@ -45,6 +45,7 @@ _library.define(
     tags=_TAGS,
 )
 
+_FEW = 64  # numbers per row
 _ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": Tensor.add_,
     "max": lambda total, found: torch.maximum(total, found, out=total),
@@ -75,9 +76,13 @@ class Program:
         Args:
             over: a tensor with rows, and the result that is written over it.
         """
-        told = [(at, each[1]["v"]) for at, each in enumerate(self.results) if each[0] == "rows"]
-        written = tuple(value for at, value in told if over is None or at != over[1])
-        added = [v["v"] for result in self.results if result[0] != "rows" for v in _values(result)]
+        told = [
+            each
+            for at, each in enumerate(self.results)
+            if over is None or at != over[1] or each[0] != "rows"
+        ]
+        written = tuple(each[1]["v"] for each in told if _is_written(each))
+        added = [v["v"] for each in told if not _is_written(each) for v in _values(each)]
         target = None if over is None else (self.results[over[1]][1]["v"], over[0])
         if over is not None and self.parts[over[0]] >= 0:
             target = None  # the chunk is a copy of these rows
@@ -101,6 +106,16 @@ class Program:
 def _values(result: Sequence[Any]) -> list[Any]:
     """Of a result, what a chunk gives for it."""
     return list(result[1:3] if result[0] == "product" else result[1:2])
+
+
+def _is_written(result: Sequence[Any]) -> bool:
+    """Whether the body itself writes the rows of a result.
+
+    A few numbers per row are copied behind it: inductor keeps no part of a chunk in a row's loop where another loop, of
+    single numbers, is beside it.
+    """
+    how, *_, sizes = result[:4]
+    return how == "rows" and (not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > _FEW)
 
 
 def _numbers(result: Sequence[Any]) -> int:
@@ -206,6 +221,7 @@ class _Result:
         numbers: Tensor | None,
     ) -> None:
         self.how = told[0]
+        self.is_written = _is_written(told) and out is None
         self.values = [each["v"] for each in _values(told)]
         self.is_over = out is not None
         self.numbers = numbers
@@ -217,10 +233,12 @@ class _Result:
         self.total: Any = Sum(self.out, chunks) if self.how == "product" else None
 
     def add(self, found: Mapping[int, Tensor], start: int, stop: int) -> None:
-        if self.how == "rows":
+        if self.is_written or (self.is_over and self.how == "rows"):
             return
         given = [found[at] for at in self.values]
-        if self.numbers is not None:
+        if self.how == "rows":
+            self.out[start:stop].copy_(given[0])
+        elif self.numbers is not None:
             self.out.index_copy_(0, self.numbers[start:stop], given[0])
         elif self.how == "product":
             self.total.add(given[0].t(), given[1])
@@ -331,7 +349,7 @@ def run_loop(
     ]
     body = body_of(program, told.steps_of(over), compiled)
     for start, stop in every:
-        out = [each.out[start:stop] for each in results if each.how == "rows" and not each.is_over]
+        out = [each.out[start:stop] for each in results if each.is_written]
         found = body(Chunk([cut.at(start, stop) for cut in cuts], shared, sizes, out))
         for each in results:
             each.add(found, start, stop)
