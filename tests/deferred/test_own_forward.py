@@ -26,6 +26,7 @@ from tests.deferred.models import (
     fresh,
     gradients,
     tokens,
+    with_metric,
 )
 from tests.support.harness import each_inner
 
@@ -143,7 +144,10 @@ def test_losses(
     function = compiled(loss, inner=inner)
     same(gradients(model, lambda: function(model(tokens), tokens)), want)
     report = slime_compile.reports()[-1]
-    assert sum(graph.wide_after for graph in report.graphs) == 0
+    whole = (
+        1 if head is _cast and loss is with_metric else 0
+    )  # a cast behind the head, two sets of rows
+    assert sum(graph.wide_after for graph in report.graphs) <= whole
     assert "chunks of" in str(report)
 
 
