@@ -89,7 +89,7 @@ def _total(logits: Sequence[Tensor], target: Tensor) -> Tensor:
     losses = []
     for depth, rows in enumerate(logits):
         wanted = F.pad(target[depth:], (0, depth), value=-100)
-        losses.append((0.1 if depth else 1.0) * F.cross_entropy(rows.float(), wanted))
+        losses.append((0.1 if depth else 1.0) * F.cross_entropy(rows, wanted))
     return torch.stack(losses).sum()
 
 
