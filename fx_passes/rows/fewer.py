@@ -301,6 +301,15 @@ class _Work:
         of_head = any(under(each, _FACTORS) in self.heads for each in outer.all_input_nodes)
         return of_head or (bool(self.heads) and outer.target is aten.sum.dim_IntList)
 
+    def _ends_in_moved(self, node: Node) -> bool:
+        """Whether all that is made of `node`, element by element, is read by matmuls that were moved."""
+        return bool(node.users) and all(
+            self._is_of_moved(user)
+            or ((user.target in _FACTORS or is_elementwise(user)) and self._ends_in_moved(user))
+            for user in node.users
+            if not is_dead(user)
+        )
+
     def _products(self, node: Node, outer: Node) -> Node | None:
         """A matmul of what is put, by its columns or over its rows, or its sum over the rows."""
         made = [self._product(put, node, outer) for put in _puts_in(node)]
@@ -361,7 +370,9 @@ class _Work:
             return self._put(node, cast)
         if _is_scaled(outer):
             return self._put(node, self.emit.call(outer.target, rows, outer.args[1]))
-        if once and self.of_heads and (by := _factor(node, outer)) is not None:
+        by = _factor(node, outer) if once and self.of_heads else None
+        # 0 / 0 and 0 x inf are NaN in a gradient that leaves; of logits of a matmul those rows are unread
+        if by is not None and (_head_under(by) is not None or self._ends_in_moved(outer)):
             taken = self._taken_as_put(node, by)
             if taken is not None:
                 return self._put(node, self.emit.call(outer.target, rows, taken))
@@ -447,15 +458,14 @@ def _is_scaled(outer: Node) -> bool:
 
 
 def _factor(node: Node, outer: Node) -> Node | None:
-    """What the put `node` is multiplied with or divided by: a number of each row, or a function of a head's logits."""
+    """What the put `node` is multiplied with or divided by: a value or a number of each row."""
     if outer.target not in _PRODUCTS or outer.kwargs or len(outer.all_input_nodes) != 2:
         return None
     one, by = outer.all_input_nodes
     if under(one, _SHOWN) is not node and outer.target is aten.mul.Tensor:
         one, by = by, one
-    of_row = _is_of_each_row(by, outer)
-    of_head = _same_rows(by, outer) and _head_under(by) is not None
-    return by if under(one, _SHOWN) is node and (of_row or of_head) else None
+    of_rows = _is_of_each_row(by, outer) or _same_rows(by, outer)
+    return by if under(one, _SHOWN) is node and of_rows else None
 
 
 def _are_put_alike(outer: Node) -> bool:
