@@ -164,11 +164,11 @@ def notes() -> list[str]:
 
 WIDE = {
     "given-two_answers": "the gradient itself, of a few columns",
+    "given-kept_by_gather": "the gradient itself, of a few columns",
     "given-top_k_renormalised": "the gradient itself, of a few columns",
     "given-temperature_of_batches": "the gradient itself, which inductor divides in place",
     "given-cosine_beside": "squares of the teacher, which inductor sums as it computes them",
     "given-balanced": "the teacher's scores, balanced",
-    "head-jensen_shannon_of_batches": "the teacher's logits, of which a part of the rows is read",
     "own-r_drop_joined": "two parts of the rows meet",
     "given-columns_in_the_middle": "the columns lie between batches and positions",
     "head-columns_in_the_middle": "the columns lie between batches and positions",
