@@ -146,7 +146,7 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     if not around.center.is_zero and not apart.is_zero:
         apart = Poly.atom(c.rows.emit_node(apart, dtype, form.x))
     top = apart * term.scale + around.value  # max, near to what is subtracted from it
-    weighted = c.statistics.centered(form.x, term.a + term.b * (stats.mean + top))
+    weighted = term.a + term.b * (stats.mean + top)
     if term.shift == stats.logsumexp:
         return weighted
     mass = c.mass(stats.max - term.shift, stats.log_sum, form.x, top - term.shift)

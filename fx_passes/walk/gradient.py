@@ -214,5 +214,5 @@ def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, P
     assert form.x is not None
     c.stats(form, term.scale)  # moved rows have those of the rows that they were: `near` finds them
     around = near(c, form, term.scale, term.shift)
-    a = c.statistics.centered(form.x, term.a + term.b * around.value)
+    a = term.a + term.b * around.value
     return term.scale, around.center, term.shift - around.value, a, term.b

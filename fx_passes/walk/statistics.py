@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.algebra.forms import Form
-from fx_passes.algebra.poly import Monomial, Poly
+from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, shape_of, value
 from fx_passes.graph.operators import CASTS, SHOWN, under
 from fx_passes.refused import Refused
@@ -107,25 +107,6 @@ class Statistics:
             if x is form.x and factor is not None:
                 return factor, stats
         return Poly.number(1.0), self.of(form, form.f)
-
-    def centered(self, x: Node, poly: Poly) -> Poly:
-        """`poly` without the peaks, where they cancel: they are the same for all positive scales.
-
-        What is left of them where they do not would be the difference of large numbers; then `poly` stays as it is.
-        """
-        peaks: set[Monomial] = set()
-        for (of, scale), stats in self._known.items():
-            number = scale.as_number()
-            if of is x and number is not None and number > 0:
-                peaks |= stats.peak.terms.keys()
-        rest, height, size = Poly(), 0.0, 0.0
-        for monomial, factor in poly.terms.items():
-            if monomial in peaks:
-                height += factor
-                size += abs(factor)
-            else:
-                rest += Poly({monomial: factor})
-        return rest if abs(height) <= 1e-12 * size else poly
 
     def _of(self, x: Node, scale: Poly, vdim: int) -> Stats:
         key = (x, scale)
