@@ -151,12 +151,21 @@ def _detach_returned(gm: GraphModule, config: Config) -> Outcome:
 
 
 def _work_on_parts(graph: Graph, config: Config) -> Outcome:
-    moved, notes = work_on_parts(graph, config.min_vocab, of_heads=True, share=_MOST_TAKEN)
-    if takes_of_heads(graph, config.min_vocab):
-        trial = trial_of(graph)
-        if fuse(trial, config.fuse).wide_after:
-            more, noted = work_on_parts(graph, config.min_vocab, of_heads=True)
-            moved, notes = moved + more, notes + noted
+    outcome = Outcome()
+    for share in (_MOST_TAKEN, 1.0):
+        if not takes_of_heads(graph, config.min_vocab):
+            break
+        if share == 1 and not fuse(trial_of(graph), config.fuse).wide_after:
+            break
+        if _work_on_rows_taken(
+            trial_of(graph), config, share
+        ).notes:  # else the graph stays as it was
+            outcome = outcome.then(_work_on_rows_taken(graph, config, share))
+    return outcome
+
+
+def _work_on_rows_taken(graph: Graph, config: Config, share: float) -> Outcome:
+    moved, notes = work_on_parts(graph, config.min_vocab, of_heads=True, share=share)
     return Outcome(changed=moved, notes=notes)
 
 
