@@ -173,11 +173,7 @@ class _Chain:
             # else a weight that is trained is nothing that its own gradient reads, and may be changed before
             return _has_gradient(hidden) and all(map(self._is_weight, weights))
         inner, *others = sorted(node.all_input_nodes, key=_elements, reverse=True) or [node]
-        if inner is node or not self.writes.repeatable(node):
-            return False
-        if node.target not in _ARITHMETIC and self.writes.memory([node]).isdisjoint(
-            self.writes.memory([inner])
-        ):
+        if inner is node or not self._runs_again(node):
             return False
         self.leaves |= dict.fromkeys(others)
         return _same_columns(node, inner) and all(map(_is_narrow, others)) and self.leads_to(inner)
@@ -188,7 +184,13 @@ class _Chain:
             self.leaves[node] = None
             return True
         self.made.add(node)
-        return self.writes.repeatable(node) and all(map(self._is_weight, node.all_input_nodes))
+        return self._runs_again(node) and all(map(self._is_weight, node.all_input_nodes))
+
+    def _runs_again(self, node: Node) -> bool:
+        """Whether it is arithmetic or a view, and gives the same again."""
+        given = self.writes.memory(node.all_input_nodes)
+        shows = not self.writes.memory([node]).isdisjoint(given)
+        return (shows or node.target in _ARITHMETIC) and self.writes.repeatable(node)
 
     def replay(self, graph: Graph, node: Node) -> GraphModule:
         """A module that computes `node` from the leaves, in their order."""

@@ -81,7 +81,7 @@ def work_on_parts(
     with graph.inserting_before(graph.output_node()):
         _answer(emit, asked)
         work = _Work(emit, min_vocab, share, of_heads)
-        spell_alike(emit, min_vocab, stacks=not of_heads)
+        spell_alike(emit, min_vocab, work.returned, stacks=not of_heads)
         expand_operands(emit, min_vocab)
         if of_heads:
             work.put_last()
@@ -200,7 +200,8 @@ class _Work:
             return  # what the caller writes to one is in the other
         self.emit.origin = point
         if point.target in _HEADS:
-            if hint(taken) <= self.share * hint(every):
+            bias = point.args[0] if point.target is aten.addmm.default else None
+            if rank_of(bias) <= 1 and hint(taken) <= self.share * hint(every):
                 self._take_before_matmul(node, point, taken)
         elif (operand := _operand(point)) is not None:
             self._take_before_point(node, point, operand)
@@ -321,16 +322,17 @@ class _Work:
         assert rows is not None, put
         if outer.target is aten.mm.default:
             left, right = outer.args
-            if under(left, _SHOWN) is node:  # type: ignore[arg-type]
+            if _shows_rows(left, node):
                 made = self.emit.call(aten.mm.default, self._flat(rows), right)
                 sizes = [*self.emit.sizes(rows)[:-1], self.emit.sizes(made)[-1]]
                 among = self._put(put, self.emit.reshape(made, sizes))
                 return self.emit.reshape(among, self.emit.sizes(outer))
-            turned = is_transpose(left) and under(left.args[0], _SHOWN) is node  # type: ignore[arg-type, union-attr]
+            turned = is_transpose(left) and _shows_rows(left.args[0], node)  # type: ignore[arg-type, union-attr]
             if turned and (taken := self._taken_as_put(put, right)) is not None:
                 first = self.emit.call(aten.permute.default, self._flat(rows), [1, 0])
                 return self.emit.call(aten.mm.default, first, self._flat(taken))
-        if outer.target is aten.sum.dim_IntList and outer.args[1:2] == ([0],):
+        over_rows = outer.target is aten.sum.dim_IntList and outer.args[1:2] == ([0],)
+        if over_rows and rank_of(outer.args[0]) == 2:
             return self.emit.call(outer.target, self._flat(rows), *outer.args[1:], **outer.kwargs)
         return None
 
@@ -400,6 +402,11 @@ def _is_of_each_row(node: Node, point: Node) -> bool:
 
 def _same_rows(one: Node, other: Node) -> bool:
     return same_shape(shape_of(one), shape_of(other))
+
+
+def _shows_rows(shown: Any, node: Node) -> bool:
+    """`node` in another shape, with its columns."""
+    return under(shown, _SHOWN) is node and same_columns(shown, node)
 
 
 def _takes_of(node: Node) -> list[Node] | None:

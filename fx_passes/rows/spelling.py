@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ __all__ = ["added", "expand_operands", "spell_alike"]
 aten = torch.ops.aten
 
 
-def spell_alike(emit: Emitter, min_vocab: int, stacks: bool) -> None:
-    """Pieces, joins and writes become slices and scatters.
+def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], stacks: bool) -> None:
+    """Pieces, joins and writes become slices and scatters; what is `returned` keeps its own memory.
 
     split(x, n)[1]                       ->  x[n : 2 * n], where another piece is unread
     cat([zeros, g])                      ->  zeros; zeros[n:] = g
@@ -37,7 +37,7 @@ def spell_alike(emit: Emitter, min_vocab: int, stacks: bool) -> None:
     for node in _wide(emit, min_vocab):
         emit.origin = node
         spelling = _SPELLINGS.get(node.target)
-        if spelling is None or (spelling is _stacked and not stacks):
+        if spelling is None or node in returned or (spelling is _stacked and not stacks):
             continue
         made = spelling(emit, node)
         if made is not None:

@@ -29,6 +29,6 @@ ONE_GRADIENT = (
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ONE_GRADIENT)
-def test_two_logits_keep_nothing_but_the_gradient(name: str, dtype: torch.dtype) -> None:
+def test_two_logits_keep_the_gradient_and_a_few_chunks(name: str, dtype: torch.dtype) -> None:
     taken = measure.in_fresh_process(partial.peak, name, dtype, "slime_fused")
-    assert taken <= 1.05 * partial.ROWS * partial.VOCAB * dtype.itemsize
+    assert taken <= 1.25 * partial.ROWS * partial.VOCAB * dtype.itemsize

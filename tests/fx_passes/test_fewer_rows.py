@@ -419,6 +419,25 @@ def _joined(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return values_of(torch.cat([logits[4:6], logits[:3]]), target[:5])
 
 
+def _bias_of_each_row(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    bias = torch.arange(ROWS * VOCAB).view(ROWS, VOCAB) / 50
+    return values_of(torch.addmm(bias, hidden, weight.t())[2:5], target[2:5])
+
+
+def _summed_over_a_dimension(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    """Of the bias's gradient, [2, 3, V] over the first dimension."""
+    bias = weight[:, 0] * torch.ones(3, 1)
+    logits = (hidden[:6] @ weight.t()).view(2, 3, -1) + bias
+    return values_of(logits[1], target[:3])
+
+
+def _zeros_added_to_what_is_returned(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    found = values_of(logits[2:5], target[2:5])
+    states = hidden.detach() * 2
+    return *found, states, states + torch.zeros(ROWS, HIDDEN)
+
+
 STAYS = [
     _shifted,
     _all_read,
@@ -430,7 +449,8 @@ STAYS = [
 ]
 RIGHT = [
     _changed_before, _numbers_changed_between, _gradient_switched_between,
-    _written_in_one_of_two, _row_numbers_out_of_autocast, _joined,
+    _written_in_one_of_two, _row_numbers_out_of_autocast, _joined, _bias_of_each_row, _summed_over_a_dimension,
+    _zeros_added_to_what_is_returned,
 ]  # fmt: skip
 
 
