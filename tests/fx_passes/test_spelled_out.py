@@ -65,7 +65,6 @@ GIVEN_ALONE = [
     "padded_vocabulary",
     "kl_distillation",
     "reverse_kl",
-    "jensen_shannon",
     "jensen_shannon_of_a_sample",
     "jensen_shannon_of_probabilities",
     "entropies_apart",
