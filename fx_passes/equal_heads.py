@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_backward, is_wide, same_shape, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, is_wide, same_shape, value
 from fx_passes.graph.operators import CASTS, MATMULS, RESHAPES, TURNS, WRITES, is_zero
 from fx_passes.graph.order import is_dead, tidy
 from fx_passes.torch_private import detect_fake_mode
@@ -104,7 +104,9 @@ def _only_difference(emit: Emitter, one: Node, other: Node) -> int | None:
     """The argument in which two calls of a linear operator differ; None where there is no such, or another reader."""
     if one.target is not other.target or one.target not in _LINEAR or one.kwargs != other.kwargs:
         return None
-    pairs = list(zip(one.args, other.args, strict=False))
+    if len(one.args) != len(other.args) or not is_float_tensor(one):
+        return None
+    pairs = list(zip(one.args, other.args, strict=True))
     found = [at for at, pair in enumerate(pairs) if not _is_same(emit, *pair)]
     read_again = any(sum(not is_dead(user) for user in each.users) > 1 for each in (one, other))
     if read_again or len(found) != 1:

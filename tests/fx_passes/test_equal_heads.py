@@ -153,6 +153,23 @@ def hooked(h: Tensor, w: Tensor) -> Tensor:
     return first.exp() + second.exp()
 
 
+def _others(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return (h * 0.37).detach() @ w.detach().t(), (h * 0.61).detach() @ w.detach().t()
+
+
+def integers_beside(h: Tensor, w: Tensor) -> Tensor:
+    """A cast to integers is not linear."""
+    one, other = _others(h, w)
+    counted = (9 * one).int() + (9 * other).int()
+    return F.linear(h, w).exp() + F.linear(h, w).tanh() + counted.square()
+
+
+def sums_of_two_shapes(h: Tensor, w: Tensor) -> Tensor:
+    one, other = _others(h, w)
+    beside = one.sum(0) + other.sum(0, keepdim=True)
+    return F.linear(h, w).exp() + F.linear(h, w).tanh() + beside.amax(1)
+
+
 SHARED = [
     twice, rows_and_temperature, other_rows, a_metric, beside_a_change, one_without_gradient, changed_in_place,
     changed_through_a_view, changed_by_a_flag, hooked,
@@ -169,6 +186,11 @@ def test_shared(program: Program) -> None:
 def test_gradients_are_added_before_they_are_multiplied() -> None:
     _, calls = both(twice)
     assert calls[aten.mm.default] == 3  # logits; the gradients of hidden and weight
+
+
+@pytest.mark.parametrize("program", [integers_beside, sums_of_two_shapes])
+def test_sums_beside_it_that_are_not_of_one_linear_function(program: Program) -> None:
+    assert both(program)[0] == [1]
 
 
 def test_what_is_made_of_it_in_the_same_way_is_shared_too() -> None:
