@@ -53,8 +53,7 @@ def share_heads(graph: Graph, min_vocab: int) -> int:
     fake_mode = detect_fake_mode([value(node) for node in heads])
     if len(heads) < 2 or fake_mode is None:
         return 0
-    emit, aliases = Emitter(graph, fake_mode), Aliases(graph)
-    returned = {each for out in graph.output_node().all_input_nodes for each in aliases.of(out)}
+    emit, returned = Emitter(graph, fake_mode), Aliases(graph).of_outputs(graph)
     equal = {node: emit.adopt(node) for node in graph.nodes if node not in returned}
     shared = sum(equal.get(node, node) is not node for node in heads)
     if not shared:

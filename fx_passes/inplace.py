@@ -83,7 +83,7 @@ def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
         held: inputs that may not be overwritten, by their position, and why ("they are a leaf", ...).
     """
     aliases = Aliases(graph)
-    returned = {a for n in graph.output_node().all_input_nodes for a in aliases.of(n)}
+    returned = aliases.of_outputs(graph)
     changed = changed_inputs(graph)
     for node in graph.find_nodes(op="placeholder"):
         place = node.meta.get("desc")

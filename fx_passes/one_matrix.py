@@ -13,9 +13,8 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, same_shape, shape_of, value
-from fx_passes.graph.operators import RESHAPES
+from fx_passes.graph.operators import RESHAPES, turns
 from fx_passes.graph.order import tidy
-from fx_passes.linear.head import turns
 from fx_passes.torch_private import detect_fake_mode
 
 aten = torch.ops.aten

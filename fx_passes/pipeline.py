@@ -157,9 +157,8 @@ def _work_on_parts(graph: Graph, config: Config) -> Outcome:
             break
         if share == 1 and not fuse(trial_of(graph), config.fuse).wide_after:
             break
-        if _work_on_rows_taken(
-            trial_of(graph), config, share
-        ).notes:  # else the graph stays as it was
+        # where no matmul makes fewer rows the graph stays as it was
+        if _work_on_rows_taken(trial_of(graph), config, share).notes:
             outcome = outcome.then(_work_on_rows_taken(graph, config, share))
     return outcome
 

@@ -24,7 +24,7 @@ from fx_passes.graph.facts import hint, same
 from fx_passes.graph.order import descendants, following
 from fx_passes.graph.writes import Writes, example
 
-_MATMULS: dict[Any, int | str] = {
+_MATMULS: dict[Any, int] = {
     F.linear: 0, torch.matmul: 0, operator.matmul: 0, torch.mm: 0, torch.addmm: 1,
     "matmul": 0, "mm": 0, "__matmul__": 0,
 }  # fmt: skip
@@ -133,7 +133,7 @@ def _hidden_of(node: Node) -> Node | None:
     place = _MATMULS.get(node.target)
     if place is None or node.op not in ("call_function", "call_method"):
         return None
-    found = node.args[place] if len(node.args) > place else node.kwargs.get("input")  # type: ignore[operator, index]
+    found = node.args[place] if len(node.args) > place else node.kwargs.get("input")
     weights = [example(each) for each in node.all_input_nodes if each is not found]
     matrices = all(isinstance(each, Tensor) and each.dim() <= 2 for each in weights)
     hidden = example(found)

@@ -58,6 +58,10 @@ class Aliases:
         """All that may share memory with `node`, itself included, in the order of the graph."""
         return self._members.get(self._memory(node), [node])
 
+    def of_outputs(self, graph: Graph) -> set[Node]:
+        """All that may share memory with what the graph returns."""
+        return {alias for node in graph.output_node().all_input_nodes for alias in self.of(node)}
+
     def replaced(self, old: Node, new: Node) -> None:
         """`new` has taken the place of `old`, which is gone from the graph."""
         together = {*self.of(old), *self.of(new)} - {old}

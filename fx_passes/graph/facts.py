@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fx_passes import torch_private
 from fx_passes.torch_private import (
@@ -118,6 +118,10 @@ def is_float_tensor(node: object) -> bool:
 def is_wide(node: object, min_vocab: int) -> bool:
     """Floating, of two dimensions or more, the last of which may be a vocabulary; symbolic sizes by their hints."""
     return is_float_tensor(node) and rank_of(node) >= 2 and hint(shape_of(node)[-1]) >= min_vocab
+
+
+def wide_nodes(graph: Graph, min_vocab: int) -> list[Node]:
+    return [node for node in graph.nodes if is_wide(node, min_vocab)]
 
 
 def is_as_wide(node: object, logits: Iterable[object]) -> bool:

@@ -104,16 +104,19 @@ def under(node: Node, targets: Container[Target]) -> Node:
     return node
 
 
-def is_transpose(node: Node) -> bool:
-    """[A, B] to [B, A]."""
-    if node.target not in TURNS or len(shape_of(node)) != 2:
+def turns(node: Node) -> bool:
+    """Swaps the last two dimensions, and nothing else."""
+    if node.target not in TURNS:  # whose results are tensors
         return False
+    rank = len(shape_of(node))
     if node.target is aten.t.default:
-        return True
-    if node.target is aten.permute.default:
-        return node.args[1] in ([1, 0], [-1, 0], [1, -2], [-1, -2])
-    one, other = node.args[1:3]
-    return (one in (0, -2)) != (other in (0, -2))
+        return rank == 2
+    if node.target is aten.transpose.int:
+        return {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1}  # type: ignore[operator]
+    if rank < 2:
+        return False
+    order = [dim % rank for dim in node.args[1]]  # type: ignore[operator, union-attr]
+    return order == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def is_zero(node: Node) -> bool:

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
-from fx_passes.graph.operators import CASTS, RESHAPES
+from fx_passes.graph.operators import CASTS, RESHAPES, turns
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear.head import PRODUCTS, Head, Matrix, turns
+from fx_passes.linear.head import PRODUCTS, Head, Matrix
 from fx_passes.linear.softcap import uncapped
 from fx_passes.refused import Refused
 

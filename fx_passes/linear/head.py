@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, shape_of, value
-from fx_passes.graph.operators import RESHAPES, TURNS, VIEWS
+from fx_passes.graph.operators import RESHAPES, VIEWS, turns
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear.softcap import Softcap, under_softcap
 from fx_passes.refused import Refused
@@ -55,21 +55,6 @@ class Matrix:
 
 
 _SAME = {aten.alias.default, aten.detach.default}
-
-
-def turns(node: Node) -> bool:
-    """Swaps the last two dimensions, and nothing else."""
-    if node.target not in TURNS:  # whose results are tensors
-        return False
-    rank = len(shape_of(node))
-    if node.target is aten.t.default:
-        return rank == 2
-    if node.target is aten.transpose.int:
-        return {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1}  # type: ignore[operator]
-    if rank < 2:
-        return False
-    order = [dim % rank for dim in node.args[1]]  # type: ignore[operator, union-attr]
-    return order == [*range(rank - 2), rank - 1, rank - 2]
 
 
 @dataclass(frozen=True)

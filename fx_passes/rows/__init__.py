@@ -120,13 +120,11 @@ class RowsOutcome:
 
     Attributes:
         left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
-        whole: results of loops of forward that are as large.
     """
 
     loops: tuple[Looped, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     left: int = 0
-    whole: int = 0
 
     def added_to(self, outcome: Outcome) -> Outcome:
         """`outcome` of the passes before, with this one's."""
@@ -139,7 +137,7 @@ class RowsOutcome:
         return dataclasses.replace(
             outcome,
             rejections=(*kept, *self.rejections),
-            stored=min(outcome.stored, len(kept) + self.whole),
+            stored=min(outcome.stored, len(kept) + sum(each.whole for each in self.loops)),
             notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.loops)),
         )
 
@@ -187,8 +185,7 @@ def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> Row
                     Rejection.at(refused.reason, refused.node or next(iter(region.steps)))
                 )
     left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
-    whole = sum(each.whole for each in looped)
-    return RowsOutcome(tuple(looped), tuple(rejections), left, whole)
+    return RowsOutcome(tuple(looped), tuple(rejections), left)
 
 
 def _is_left(node: Node, min_vocab: int) -> bool:

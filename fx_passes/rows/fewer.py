@@ -29,6 +29,7 @@ from fx_passes.graph.facts import (
     same_shape,
     shape_of,
     value,
+    wide_nodes,
 )
 from fx_passes.graph.operators import (
     CASTS,
@@ -38,7 +39,7 @@ from fx_passes.graph.operators import (
     TURNS,
     is_elementwise,
     is_pure,
-    is_transpose,
+    turns,
     under,
 )
 from fx_passes.graph.order import is_dead, tidy
@@ -105,11 +106,6 @@ def _is_of_head(node: Node) -> bool:
     return node.target in {*TAKES, *SPLITS} and _head_under(node.args[0]) is not None
 
 
-def _returned(graph: Graph) -> set[Node]:
-    aliases = Aliases(graph)
-    return {each for out in graph.output_node().all_input_nodes for each in aliases.of(out)}
-
-
 def _head_under(node: Any) -> Node | None:
     """The matmul of which `node` is a function, element by element and with numbers of each row."""
     below: Node | None = node
@@ -164,7 +160,7 @@ class _Work:
     def __init__(self, emit: Emitter, min_vocab: int, share: float, of_heads: bool) -> None:
         self.emit, self.min_vocab = emit, min_vocab
         self.share, self.of_heads = share, of_heads
-        self.returned = _returned(emit.graph)
+        self.returned = Aliases(emit.graph).of_outputs(emit.graph)
         self.heads: set[Node] = set()
         self.first: dict[Node, Node] = {}
         self.rows: dict[Node, tuple[Any, Any]] = {}
@@ -175,16 +171,13 @@ class _Work:
             where = f" of the logits at {source}" if source else ""
             yield f"rows computed: {_told(rows)} of {_told(every)}{where}; the others are unread"
 
-    def _wide(self) -> list[Node]:
-        return [node for node in self.emit.graph.nodes if is_wide(node, self.min_vocab)]
-
     # ---- takes first ----------------------------------------------------------------------------------------------
 
     def take_first(self) -> None:
         """take(f(x)) -> f(take(x)), until nothing moves: a value may be read in forward and in backward."""
         before = -1
         while before != (before := len(self.emit.created)):
-            for node in self._wide():
+            for node in wide_nodes(self.emit.graph, self.min_vocab):
                 takes = node.target in TAKES and is_of_rows(node)
                 if takes and node.users and (not self.of_heads or _is_of_head(node)):
                     self._take_first(node)
@@ -274,7 +267,7 @@ class _Work:
         """f(put(zeros, rows)) -> put(zeros, f(rows)), for what reads a put or a sum of puts."""
         before = -1
         while before != (before := len(self.emit.created)):
-            for node in self._wide():
+            for node in wide_nodes(self.emit.graph, self.min_vocab):
                 if _puts_in(node):
                     self._put_last(node)
 
@@ -327,7 +320,7 @@ class _Work:
                 sizes = [*self.emit.sizes(rows)[:-1], self.emit.sizes(made)[-1]]
                 among = self._put(put, self.emit.reshape(made, sizes))
                 return self.emit.reshape(among, self.emit.sizes(outer))
-            turned = is_transpose(left) and _shows_rows(left.args[0], node)  # type: ignore[arg-type, union-attr]
+            turned = turns(left) and _shows_rows(left.args[0], node)  # type: ignore[arg-type, union-attr]
             if turned and (taken := self._taken_as_put(put, right)) is not None:
                 first = self.emit.call(aten.permute.default, self._flat(rows), [1, 0])
                 return self.emit.call(aten.mm.default, first, self._flat(taken))
@@ -362,9 +355,9 @@ class _Work:
 
     def _turned_round(self, node: Node, outer: Node) -> Node | None:
         """A cast, a product with a number or with what a head makes, a sum of what is put alike."""
-        if rows_put(node) is None:
-            return None
         rows: Any = rows_put(node)
+        if rows is None:
+            return None
         # rows put by their numbers may be added, in the wider dtype
         once = node.target not in BY_NUMBERS
         if once and outer.target in CASTS and value(outer).dtype.is_floating_point:
@@ -437,7 +430,7 @@ def _readers(node: Node, turned: bool = False) -> list[tuple[Node, bool]]:
     for user in node.users:
         if user.target in _SHOWN and same_columns(user, node):
             found += _readers(user, turned)
-        elif is_transpose(user):
+        elif turns(user) and rank_of(user) == 2:
             found += _readers(user, not turned)
         else:
             found.append((user, turned))

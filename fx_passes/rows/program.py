@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import operator
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,13 @@ def _has_its_dtype(node: Node) -> bool:
     return bool(value(node).dtype == value(node.args[0]).dtype)
 
 
-def _values_in(arg: Any) -> Iterator[Any]:
+def values_read(arg: Any) -> set[Any]:
     """The values that a part of a loop's text names."""
     if isinstance(arg, dict):
-        yield from [arg["v"]] if "v" in arg else ()
-    elif isinstance(arg, list):
-        for each in arg:
-            yield from _values_in(each)
+        return {arg["v"]} if "v" in arg else set()
+    if isinstance(arg, list):
+        return set().union(*map(values_read, arg))
+    return set()
 
 
 class Program:
@@ -140,7 +140,7 @@ class Program:
         if root[0] != "step" or self.steps[root[1]][0] not in _MATMULS:
             return
         later = [*self.steps[at[1] + 1 :], *self.results]
-        if any(self._shown(read) == root for read in _values_in(later)):
+        if any(self._shown(read) == root for read in values_read(later)):
             return
         terms = args[:6] + args[7:]  # without the dtype
         self.steps[at[1]] = [name.replace("row_grad.", "row_grad_."), terms, kwargs]

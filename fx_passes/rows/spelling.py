@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_wide, same, same_shape, shape_of, value
+from fx_passes.graph.facts import same, same_shape, shape_of, value, wide_nodes
 from fx_passes.graph.operators import SPLITS, is_elementwise, is_zero, read_back, written_over
 
 __all__ = ["added", "expand_operands", "spell_alike"]
@@ -34,7 +34,7 @@ def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], stacks
     zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
     zeros + g                            ->  g
     """
-    for node in _wide(emit, min_vocab):
+    for node in wide_nodes(emit.graph, min_vocab):
         emit.origin = node
         spelling = _SPELLINGS.get(node.target)
         if spelling is None or node in returned or (spelling is _stacked and not stacks):
@@ -117,7 +117,7 @@ def added(emit: Emitter, nodes: Sequence[Node]) -> Node:
 
 def expand_operands(emit: Emitter, min_vocab: int) -> None:
     """A number for some of the dimensions of rows becomes one for each row, as a view."""
-    for node in _wide(emit, min_vocab):
+    for node in wide_nodes(emit.graph, min_vocab):
         if is_elementwise(node):
             _expand_operands_of(emit, node)
 
@@ -152,10 +152,6 @@ def _dim(dim: Any, node: Node) -> int | None:
     """A dimension of rows; None of columns."""
     rank = len(shape_of(node))
     return dim % rank if dim % rank != rank - 1 else None
-
-
-def _wide(emit: Emitter, min_vocab: int) -> list[Node]:
-    return [node for node in emit.graph.nodes if is_wide(node, min_vocab)]
 
 
 _SPELLINGS: dict[Any, Callable[[Emitter, Node], Node | None]] = {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from fx_passes.rows.program import values_read
 from slime_compile.torch_private import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 
 log = logging.getLogger(__name__)
@@ -93,15 +94,6 @@ def _argument(arg: Any, values: Any, sizes: Sequence[Any], rows: Any) -> Any:
     if "s" in arg:
         return sizes[arg["s"]]
     return rows if "n" in arg else getattr(torch, arg["d"])
-
-
-def values_read(arg: Any) -> set[int]:
-    """The values that an argument names."""
-    if isinstance(arg, dict):
-        return {arg["v"]} if "v" in arg else set()
-    if isinstance(arg, list):
-        return set().union(*map(values_read, arg))
-    return set()
 
 
 @functools.cache

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from fx_passes.linear.chunks import Sizes
+from fx_passes.rows.program import values_read
 from slime_compile.ops import holders
 from slime_compile.ops.linear_chunks import Sum
 from slime_compile.ops.operators import holders_named, register, why_beside
 from slime_compile.ops.regions import on_call, placed, was_under_hooks
-from slime_compile.ops.row_body import Chunk, Steps, body_of, may_show, values_read
+from slime_compile.ops.row_body import Chunk, Steps, body_of, may_show
 
 __all__ = ["row_loop", "row_loop_over", "run_loop"]
 

@@ -191,9 +191,7 @@ def _reverse_kl(
     scale: Tensor,
     skew: Tensor | None,
 ) -> Tensor:
-    student = _log_softmax(student_hidden, student_weight, scale)
-    teacher = _log_softmax(teacher_hidden, teacher_weight, scale)
-    return _kl(student, teacher if skew is None else _mixture(student, teacher, skew))
+    return _forward_kl(teacher_hidden, teacher_weight, student_hidden, student_weight, scale, skew)
 
 
 def _jensen_shannon(
