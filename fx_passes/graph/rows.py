@@ -3,23 +3,22 @@
 Entry points: `block_of`, where the rows of a result are, from those of its operands; `step_of`, the operator over a
 chunk of the rows; `across`, an operator that adds over all rows. `_RULES` is the table.
 
-A value that has rows has them in a *block*: neighbouring dimensions whose sizes multiply to the number of rows, such as
-the first two of logits [B, T, V], the first of [B * T, V], the second of a transposed [V, N]. A chunk of such a value
-has the rows in front, in one dimension, and the other dimensions behind it in their order: [n, V]. A `Step` is the
-operator on chunks. A value without the block is `Whole`: the same for every chunk.
+A value that has rows has them in a *block*: dimensions whose sizes multiply to the number of rows, such as the first
+two of logits [B, T, V], the first of [B * T, V], the second of a transposed [V, N], the first and the last of
+[B, V, T]. A chunk of such a value has the rows in front, in one dimension, and the other dimensions behind it in their
+order: [n, V]. A `Step` is the operator on chunks. A value without the block is `Whole`: the same for every chunk.
 
 NOTE [Row by row]
 An operator works row by row if what it computes for some rows follows from those rows of its operands alone. Cutting
 its operands into chunks and putting the results one behind the other then gives what it gives for all rows at once.
-The table says so of pointwise operators, of those that work along a dimension outside the block, of views and
-permutations that leave the block in one piece, and of a matmul whose other operand is whole. An operator that is not
-listed is not believed to do so. Longer than other files: the table stands in one place.
+The table says so of pointwise operators, of those that work along a dimension outside the block, of permutations and
+of views that leave the dimensions of rows apart from others, and of a matmul whose other operand is whole. An operator
+that is not listed is not believed to do so. Longer than other files: the table stands in one place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fx_passes.graph.facts import Shape, same, value
+from fx_passes.graph.facts import Shape, same, same_shape, value
 from fx_passes.graph.operators import (
     CASTS,
     RESHAPES,
@@ -48,6 +47,8 @@ __all__ = [
     "across",
     "are_alternatives",
     "block_of",
+    "in_front",
+    "normal",
     "shape_of_value",
     "step_of",
 ]
@@ -57,24 +58,30 @@ prims = torch.ops.prims
 
 
 class Block(NamedTuple):
-    """Dimensions [start, start + dims) of a value hold its rows."""
+    """Dimensions of a value that hold its rows, the slowest first: row number `t * B + b` of a block (1, 0), [B, T]."""
 
-    start: int
-    dims: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.dims
+    dims: tuple[int, ...]
 
     def moved(self, dim: int) -> int | None:
         """Dimension `dim` of the value, in its chunks; None for one of the rows."""
-        if self.start <= dim < self.stop:
-            return None
-        return dim + 1 if dim < self.start else dim - self.dims + 1
+        return None if dim in self.dims else dim + 1 - sum(each < dim for each in self.dims)
+
+    def lead(self, shape: Sequence[Any]) -> list[Any]:
+        """The sizes of the block."""
+        return [shape[dim] for dim in self.dims]
 
     def rest(self, shape: Sequence[Any]) -> list[Any]:
         """The sizes outside the block."""
-        return [*shape[: self.start], *shape[self.stop :]]
+        return [size for dim, size in enumerate(shape) if dim not in self.dims]
+
+    def fits(self, shape: Sequence[Any]) -> bool:
+        """Whether a value of this shape has these dimensions."""
+        return all(0 <= dim < len(shape) for dim in self.dims)
+
+
+def in_front(rank: int) -> Block:
+    """Rows in the first `rank` dimensions."""
+    return Block(tuple(range(rank)))
 
 
 class _Count:
@@ -158,13 +165,8 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def normal(block: Block, shape: Sequence[Any]) -> Block:
-    """Without dimensions of size 1 at either end, so that equal blocks are spelled alike."""
-    start, stop = block.start, block.stop
-    while start < stop - 1 and same(shape[start], 1):
-        start += 1
-    while start < stop - 1 and same(shape[stop - 1], 1):
-        stop -= 1
-    return Block(start, stop - start)
+    """Without dimensions of size 1, so that equal blocks are spelled alike."""
+    return Block(tuple(dim for dim in block.dims if not same(shape[dim], 1)) or block.dims[-1:])
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------
@@ -225,9 +227,7 @@ def _rank(node: Node) -> int:
 def _has_block(node: Node, block: Block, sizes: Sequence[Any]) -> bool:
     """Whether `node` has rows of these sizes in `block`."""
     shape = shape_of_value(node)
-    if block.start < 0 or block.stop > len(shape):
-        return False
-    return all(same(a, b) for a, b in zip(shape[block.start : block.stop], sizes, strict=True))
+    return block.fits(shape) and same_shape(block.lead(shape), sizes)
 
 
 # ---- families -----------------------------------------------------------------------------------------------------
@@ -295,6 +295,8 @@ _REDUCTIONS: dict[Any, str] = {
 _MATMULS: set[Any] = {aten.mm.default, aten.addmm.default}
 if hasattr(aten.mm, "dtype"):
     _MATMULS |= {aten.mm.dtype}
+_LEFT, _RIGHT = Block((0,)), Block((1,))
+"""Rows of the left factor of a matmul, and of the right one, which has them in its columns."""
 
 _OWN: dict[str, tuple[str, ...]] = {
     "slime_fused::row_stats": ("x", "scale"),
@@ -378,7 +380,11 @@ def _same_block(node: Node, first: Node, block: Block, known: Known) -> Block | 
 
 
 def _right_aligned(node: Node, first: Node, block: Block, known: Known) -> Block | None:
-    return Block(block.start - _rank(first) + _rank(node), block.dims)
+    return _shifted(block, _rank(node) - _rank(first))
+
+
+def _shifted(block: Block, by: int) -> Block:
+    return Block(tuple(dim + by for dim in block.dims))
 
 
 def _in_view(node: Node, first: Node, block: Block, known: Known) -> Block | None:
@@ -389,31 +395,58 @@ def _after_select(node: Node, first: Node, block: Block, known: Known) -> Block 
     dim = _bound(node)["dim"] % _rank(first)
     if block.moved(dim) is None:
         return None
-    return Block(block.start - (dim < block.start), block.dims)
+    return _less(block, [dim])
+
+
+def _less(block: Block, gone: Sequence[int]) -> Block:
+    """Where the rows of a result are that has not these dimensions of the operand."""
+    return Block(tuple(each - sum(dim < each for dim in gone) for each in block.dims))
 
 
 def _before_select(node: Node, first: Node, block: Block, known: Known) -> Block | None:
     named = _bound(node)
     if first is named.get("self"):  # it is written into
         return block
-    dim = named["dim"] % _rank(node)
-    return Block(block.start + (dim <= block.start), block.dims)
+    return _beside(block, named["dim"] % _rank(node))
+
+
+def _beside(block: Block, dim: int) -> Block:
+    """Where the rows of a result are that has `dim` beside the operand's dimensions."""
+    return Block(tuple(each + (dim <= each) for each in block.dims))
 
 
 def _block_of_view(old: Shape, block: Block, new: Shape) -> Block | None:
-    before, rows = _product(old[: block.start]), _product(old[block.start : block.stop])
+    """Each run of dimensions that lie one behind the other in `old` has to be some dimensions of `new`."""
+    found: list[int] = []
+    for run in _runs(old, block):
+        start = _reaching(new, 0, _product(old[: run[0]]))
+        if start is None:
+            return None
+        stop = _reaching(new, start, _product(old[run[0] : run[-1] + 1]))
+        if stop is None or stop == start:
+            return None
+        found += range(start, stop)
+    return normal(Block(tuple(found)), new)
+
+
+def _runs(shape: Shape, block: Block) -> list[list[int]]:
+    """The dimensions of `block`, those together that are neighbours in `shape` but for dimensions of size 1."""
+    runs: list[list[int]] = []
+    for dim in block.dims:
+        follows = bool(runs) and dim > runs[-1][-1]
+        if follows and all(same(size, 1) for size in shape[runs[-1][-1] + 1 : dim]):
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    return runs
+
+
+def _reaching(shape: Shape, start: int, wanted: Any) -> int | None:
+    """The end of the dimensions from `start` on whose sizes multiply to `wanted`."""
     size: Any = 1
-    start = 0
-    while start < len(new) and not same(size, before):
-        size, start = size * new[start], start + 1
-    if not same(size, before):
-        return None
-    while start < len(new) and same(new[start], 1) and not same(rows, 1):
-        start += 1
-    size, stop = 1, start
-    while stop < len(new) and not same(size, rows):
-        size, stop = size * new[stop], stop + 1
-    return normal(Block(start, stop - start), new) if same(size, rows) and stop > start else None
+    while start < len(shape) and not same(size, wanted):
+        size, start = size * shape[start], start + 1
+    return start if same(size, wanted) else None
 
 
 def _turned(node: Node) -> list[int]:
@@ -423,19 +456,15 @@ def _turned(node: Node) -> list[int]:
 
 def _block_of_turn(node: Node, first: Node, block: Block, known: Known) -> Block | None:
     order = _turned(node)
-    places = [order.index(dim) for dim in range(block.start, block.stop)]
-    in_order = all(b == a + 1 for a, b in itertools.pairwise(places))
-    return Block(places[0], block.dims) if in_order else None
+    return Block(tuple(order.index(dim) for dim in block.dims))
 
 
 def _block_of_matmul(node: Node, first: Node, block: Block, known: Known) -> Block | None:
     left, right = _args(node)[-2:] if node.target is aten.addmm.default else _args(node)[:2]
     of_left, of_right = known(left), known(right)
-    if of_left == (0, 1) and of_right is None:
-        return Block(0, 1)
-    if of_right == (1, 1) and of_left is None:
-        return Block(1, 1)
-    return None
+    if of_left == _LEFT and of_right is None:
+        return _LEFT
+    return _RIGHT if of_right == _RIGHT and of_left is None else None
 
 
 def _reduced(node: Node, first: Node) -> list[int]:
@@ -450,8 +479,8 @@ def _block_of_reduction(node: Node, first: Node, block: Block, known: Known) -> 
     dims = _reduced(node, first)
     if any(block.moved(dim) is None for dim in dims):
         return None
-    gone = 0 if _bound(node).get("keepdim") else sum(dim < block.start for dim in dims)
-    return Block(block.start - gone, block.dims)
+    gone = [] if _bound(node).get("keepdim") else dims
+    return _less(block, gone)
 
 
 def _block_of_index(node: Node, first: Node, block: Block, known: Known) -> Block | None:
@@ -459,9 +488,9 @@ def _block_of_index(node: Node, first: Node, block: Block, known: Known) -> Bloc
     base, indices = _args(node)[:2]
     if first is base and _columns_alone(indices) is not None:
         return block
-    if first is not base or block != (0, 1) or len(indices) != 2:
+    if first is not base or block != in_front(1) or len(indices) != 2:
         return None
-    return Block(0, 1) if _is_every_row(indices[0], shape_of_value(base)[0]) else None
+    return block if _is_every_row(indices[0], shape_of_value(base)[0]) else None
 
 
 def _columns_alone(indices: Any) -> int | None:
@@ -548,11 +577,8 @@ def _viewed(inner: Node, block: Block, rest: list[Any]) -> Step | None:
 def _turned_step(node: Node, block: Block) -> Step | None:
     inner: Node = _args(node)[0]
     order = _turned(node)
-    places = order[block.start : block.stop]
-    if places != list(range(places[0], places[0] + block.dims)):
-        return None  # the rows would come in another order
-    old = Block(places[0], block.dims)
-    moved = [old.moved(dim) for at, dim in enumerate(order) if not block.start <= at < block.stop]
+    old = Block(tuple(order[dim] for dim in block.dims))
+    moved = [old.moved(dim) for at, dim in enumerate(order) if at not in block.dims]
     return Step(aten.permute.default, (Rows(inner, old), [0, *moved]))
 
 
@@ -560,15 +586,15 @@ def _aligned(arg: Any, shape: Shape, block: Block) -> Rows | Whole | None:
     """An operand that is broadcast to `shape`, which has rows in `block`; None where only some of its rows differ."""
     own = shape_of_value(arg)
     missing = len(shape) - len(own)
-    lead = [own[at - missing] if at >= missing else 1 for at in range(block.start, block.stop)]
-    if all(same(a, b) for a, b in zip(lead, shape[block.start : block.stop], strict=True)):
-        if block.start - missing < 0:
+    lead = [own[dim - missing] if dim >= missing else 1 for dim in block.dims]
+    if same_shape(lead, block.lead(shape)):
+        if min(block.dims) < missing:
             return None
-        return Rows(arg, Block(block.start - missing, block.dims), gap=missing)
+        return Rows(arg, _shifted(block, -missing), gap=missing)
     if not all(same(size, 1) for size in lead):
         return None
-    there = max(block.stop - missing, 0) - max(block.start - missing, 0)
-    return Whole(arg, Block(max(block.start - missing, 0), there) if there else None)
+    there = tuple(dim - missing for dim in block.dims if dim >= missing)
+    return Whole(arg, Block(there) if there else None)
 
 
 def _pointwise(node: Node, block: Block) -> Step | None:
@@ -589,11 +615,11 @@ def _pointwise(node: Node, block: Block) -> Step | None:
 def _matmul_step(node: Node, block: Block) -> Step | None:
     args: list[Any] = list(_args(node))
     at = len(args) - 2 if node.target is aten.addmm.default else 0
-    place, other = (at, at + 1) if block == (0, 1) else (at + 1, at)
-    if block not in ((0, 1), (1, 1)):
+    place, other = (at, at + 1) if block == _LEFT else (at + 1, at)
+    if block not in (_LEFT, _RIGHT):
         return None
     rows, whole = Rows(args[place], block), Whole(args[other])
-    if block == (1, 1):
+    if block == _RIGHT:
         # [V, D] [D, N] -> chunks [n, V]: the transpose of each factor, in the other order
         if node.target is not aten.mm.default:
             return None
@@ -614,10 +640,7 @@ def _reduction_step(node: Node, block: Block) -> Step | None:
     old = block
     if not named.get("keepdim"):
         kept = [dim for dim in range(_rank(inner)) if dim not in dims]
-        places = kept[block.start : block.stop]
-        if not places or places[-1] - places[0] != len(places) - 1:
-            return None
-        old = Block(places[0], block.dims)
+        old = Block(tuple(kept[dim] for dim in block.dims))
     moved = [old.moved(dim) for dim in dims]
     if None in moved:
         return None
@@ -637,7 +660,7 @@ def _select_step(node: Node, block: Block) -> Step | None:
     named = _bound(node)
     inner: Node = named["self"]
     dim = named["dim"] % _rank(inner)
-    old = Block(block.start + (dim <= block.start), block.dims)
+    old = _beside(block, dim)
     moved = old.moved(dim)
     if moved is None:
         return None
@@ -651,9 +674,11 @@ def _put_step(node: Node, block: Block) -> Step | None:
     moved = block.moved(dim)
     if moved is None:
         return None
-    drops = node.target is not aten.slice_backward.default and dim < block.start
     name = "src" if "src" in named else "grad_output"
-    found = {**named, name: Rows(named[name], Block(block.start - drops, block.dims)), "dim": moved}
+    written = block
+    if node.target is not aten.slice_backward.default:
+        written = _less(block, [dim])
+    found = {**named, name: Rows(named[name], written), "dim": moved}
     if "self" in named:
         found["self"] = Rows(named["self"], block)
     else:
@@ -669,7 +694,7 @@ def _along_step(node: Node, block: Block) -> Step | None:
     moved = [block.moved(d % rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
     if None in moved:
         return None
-    lead = shape_of_value(node)[block.start : block.stop]
+    lead = block.lead(shape_of_value(node))
     found = {**named, name: moved if isinstance(dims, (list, tuple)) else moved[0]}
     for each in _ALONG[node.target]:
         operand = _rows_operand(named[each], block, lead)
@@ -690,9 +715,9 @@ def _rows_operand(arg: Any, block: Block, lead: Sequence[Any]) -> Any:
 
 def _own_step(node: Node, block: Block) -> Step | None:
     named = _bound(node)
-    lead = shape_of_value(named["x"])[block.start : block.stop]
-    if block.stop >= _rank(named["x"]):  # the last dimension is the vocabulary
+    if max(block.dims) >= _rank(named["x"]) - 1:  # the last dimension is the vocabulary
         return None
+    lead = block.lead(shape_of_value(named["x"]))
     found = dict(named)
     for name in _own(node.target) or ():
         arg = named[name]
@@ -720,7 +745,7 @@ def _index_step(node: Node, block: Block) -> Step | None:
 def _index_write_step(node: Node, block: Block) -> Step | None:
     base, indices, values, *accumulate = _args(node)
     shape = shape_of_value(node)
-    lead = shape[block.start : block.stop]
+    lead = block.lead(shape)
     same_columns = _column_indices(indices, block)
     if same_columns is not None:
         of_rows = (_rows_operand(each, block, lead) for each in (base, values))
@@ -742,7 +767,7 @@ def _index_write_step(node: Node, block: Block) -> Step | None:
 
 def _indices(every: Any, columns: Any, rows: Any, block: Block) -> list[Any] | None:
     """Each row's own number, and columns of it."""
-    if block != (0, 1) or not _is_tensor(columns) or not _is_every_row(every, rows):
+    if block != in_front(1) or not _is_tensor(columns) or not _is_every_row(every, rows):
         return None
     shape = _broadcast(every, columns)
     operand = _aligned(columns, shape, block)
@@ -792,8 +817,8 @@ def across(node: Node, known: Known) -> Across | None:
     if target is aten.mm.default or target is getattr(aten.mm, "dtype", None):
         left, right = _args(node)[:2]
         places = known(left), known(right)
-        if places in (((1, 1), (0, 1)), ((1, 1), None), (None, (0, 1))):
-            operands = Rows(left, Block(1, 1)), Rows(right, Block(0, 1))
+        if places in ((_RIGHT, _LEFT), (_RIGHT, None), (None, _LEFT)):
+            operands = Rows(left, _RIGHT), Rows(right, _LEFT)
             return Across("product", Step("operands", operands))
         return None
     how = _REDUCTIONS.get(target)
@@ -802,7 +827,7 @@ def across(node: Node, known: Known) -> Across | None:
     inner: Node = _args(node)[0]
     block = known(inner)
     dims = _reduced(node, inner) if block is not None else []
-    if block is None or not set(range(block.start, block.stop)) <= set(dims):
+    if block is None or not set(block.dims) <= set(dims):
         return None
     moved = [0, *(block.moved(d) for d in dims if block.moved(d) is not None)]
     return _added(node, inner, block, how, moved, dims)

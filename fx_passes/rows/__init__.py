@@ -36,7 +36,7 @@ from fx_passes.graph.facts import (
 from fx_passes.graph.operators import MATMULS, SHOWN
 from fx_passes.graph.order import ancestors, descendants, tidy
 from fx_passes.graph.returned import Returned
-from fx_passes.graph.rows import Block, normal
+from fx_passes.graph.rows import in_front, normal
 from fx_passes.graph.user_lines import source_of
 from fx_passes.linear import InForward
 from fx_passes.linear.chunks import SHARE, Sizes
@@ -266,7 +266,7 @@ def _puts_of(loops: Sequence[Loop], region: Region) -> dict[Node, Part]:
 def _is_flat(node: Node, region: Region) -> bool:
     """[rows..., V]"""
     block = region.blocks.get(node)
-    return block is not None and block == normal(Block(0, rank_of(node) - 1), shape_of(node))
+    return block is not None and block == normal(in_front(rank_of(node) - 1), shape_of(node))
 
 
 def _sizes_of(loop: Loop, region: Region, config: RowsConfig) -> Sizes:
@@ -400,13 +400,9 @@ def _as_it_was(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
                 found = emit.call(aten.div.Tensor, found, emit.size(inner, dim))
         return emit.cast(found, value(old).dtype)
     block, sizes = region.blocks[old], emit.sizes(old)
-    lead = sizes[block.start : block.stop]
-    found = emit.reshape(found, [*lead, *block.rest(sizes)])
-    if block.start:
-        rank = len(sizes)
-        order = [*range(block.dims, block.dims + block.start), *range(block.dims)]
-        order += range(block.dims + block.start, rank)
-        found = emit.call(aten.permute.default, found, order)
+    found = emit.reshape(found, [*block.lead(sizes), *block.rest(sizes)])
+    now = [*block.dims, *block.rest(range(len(sizes)))]
+    found = emit.permute(found, [now.index(dim) for dim in range(len(sizes))])
     assert same_shape(shape_of(found), shape_of(old)), (old, found)
     return found
 

@@ -27,7 +27,7 @@ from fx_passes.graph.operators import (
     SAME_ROWS,
     is_zero,
 )
-from fx_passes.graph.rows import Block
+from fx_passes.graph.rows import Block, in_front
 
 __all__ = [
     "BY_NUMBERS",
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def block(self) -> Block:
-        return Block(0, len(shape_of(self.every)) - 1)
+        return in_front(len(shape_of(self.every)) - 1)
 
     @property
     def key(self) -> str:

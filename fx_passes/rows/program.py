@@ -6,7 +6,7 @@ NOTE [Loops as text]
 What a loop computes is an argument of its operator, so that compiled code can be kept by torch's caches, whose key is
 the graph's text. It is JSON:
 
-    rows      of each tensor with rows its block: [start, count], or [start, count, value]: the rows of these numbers
+    rows      of each tensor with rows its block: [dims], or [dims, value]: the rows of these numbers
     steps     [operator, arguments, keyword arguments], in an order that can run
     results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
@@ -41,6 +41,7 @@ from fx_passes.graph.rows import (
     Rows,
     Step,
     Whole,
+    in_front,
     normal,
     shape_of_value,
     wide_dtype,
@@ -123,7 +124,7 @@ class Program:
 
         found = {
             "rows": [
-                [*block, *([] if at is None else [first[0] + at])] for _, block, at in self.rows
+                [block.dims, *([] if at is None else [first[0] + at])] for _, block, at in self.rows
             ],
             "steps": numbered(self.steps),
             "results": numbered(self.results),
@@ -199,7 +200,7 @@ class Program:
             found = self._at[node]
         else:
             of_loop = self.made.get(node)
-            outer, block = (self.given(node), block) if of_loop is None else (of_loop, Block(0, 1))
+            outer, block = (self.given(node), block) if of_loop is None else (of_loop, in_front(1))
             found = self._rows_of(outer, normal(block, shape_of_value(outer)))
         if not operand.gap:
             return found
@@ -214,7 +215,7 @@ class Program:
     def _rows_of(self, outer: Node, block: Block) -> Any:
         """A chunk of a tensor: of a larger one, if the loop puts a result among the same of its rows."""
         shape = shape_of_value(outer)
-        part = taken(outer) if block == normal(Block(0, len(shape) - 1), shape) else None
+        part = taken(outer) if block == normal(in_front(len(shape) - 1), shape) else None
         if part is None or not any(part.key == each.key for each in self.puts.values()):
             return {"v": ("rows", self.rows.setdefault((outer, block, None), len(self.rows)))}
         key = part.every, part.block, self._numbers(part)

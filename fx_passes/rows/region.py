@@ -27,6 +27,7 @@ from fx_passes.graph.rows import (
     across,
     are_alternatives,
     block_of,
+    in_front,
     normal,
     shape_of_value,
     step_of,
@@ -139,8 +140,9 @@ def _grown(graph: Graph, seed: Node) -> Region:
     shape = shape_of_value(seed)
     region = Region(_rows(seed), shape[-1])
     growth = _Growth(region)
-    if not growth.enter(seed, normal(Block(0, len(shape) - 1), shape)):
-        region.blocks[seed] = normal(Block(0, len(shape) - 1), shape)
+    block = normal(in_front(len(shape) - 1), shape)
+    if not growth.enter(seed, block):
+        region.blocks[seed] = block
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     size = -1
     while size != len(region.blocks):
@@ -185,9 +187,7 @@ class _Growth:
 
     def _has_rows(self, node: Node, block: Block) -> bool:
         shape = shape_of_value(node)
-        if block.start < 0 or block.stop > len(shape):
-            return False
-        return same(math.prod(shape[block.start : block.stop]), self.region.rows)
+        return block.fits(shape) and same(math.prod(block.lead(shape)), self.region.rows)
 
     def _agrees(self, step: Step) -> bool:
         """Every operand has its rows where the step wants them, as far as that is known."""

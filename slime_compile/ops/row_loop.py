@@ -59,13 +59,13 @@ class Program:
     """A loop's text, read.
 
     Attributes:
-        blocks: [start, count] of the dimensions with rows, of each tensor that has them.
+        blocks: the dimensions with rows, of each tensor that has them.
         parts: of each of these tensors the value that says which of its rows are the loop's, -1 for all.
         steps, results: see NOTE [Loops as text].
         wide: columns, and bytes of one, of the widest value of a chunk.
     """
 
-    blocks: tuple[tuple[int, int], ...]
+    blocks: tuple[tuple[int, ...], ...]
     parts: tuple[int, ...]
     steps: tuple[Any, ...]
     results: tuple[Any, ...]
@@ -127,8 +127,8 @@ def _numbers(result: Sequence[Any]) -> int:
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> Program:
     told = json.loads(urllib.parse.unquote(text))
-    blocks = tuple((start, count) for start, count, *_ in told["rows"])
-    parts = tuple(part[0] if part else -1 for _, _, *part in told["rows"])
+    blocks = tuple(tuple(block) for block, *_ in told["rows"])
+    parts = tuple(part[0] if part else -1 for _, *part in told["rows"])
     return Program(blocks, parts, tuple(told["steps"]), tuple(told["results"]), tuple(told["wide"]))
 
 
@@ -143,14 +143,12 @@ class Cut:
     """
 
     def __init__(
-        self, tensor: Tensor, block: tuple[int, int], numbers: Tensor | None = None
+        self, tensor: Tensor, block: tuple[int, ...], numbers: Tensor | None = None
     ) -> None:
         self.numbers = numbers
-        start, count = block
-        tensor = tensor.detach()
-        self.lead = tensor.shape[start : start + count]
-        self.tensor = tensor.movedim(list(range(start, start + count)), list(range(count)))
-        self.rest = list(self.tensor.shape[count:])
+        count = len(block)
+        self.tensor = tensor.detach().movedim(list(block), list(range(count)))
+        self.lead, self.rest = self.tensor.shape[:count], list(self.tensor.shape[count:])
         self.flat = self._flattened()
 
     @property
@@ -368,9 +366,9 @@ def _fake_row_loop(
     region: str,
 ) -> list[Tensor]:
     told = read(program)
-    start, count = told.blocks[0]
     part = told.parts[0]
-    counted = rows[0].shape[start : start + count] if part < 0 else whole[part - len(rows)].shape
+    lead = [rows[0].shape[dim] for dim in told.blocks[0]]
+    counted = lead if part < 0 else whole[part - len(rows)].shape
     return [_made(each, rows[0], sizes, math.prod(counted)) for each in told.results]
 
 

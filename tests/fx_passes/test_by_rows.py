@@ -170,8 +170,6 @@ WIDE = {
     "given-cosine_beside": "squares of the teacher, which inductor sums as it computes them",
     "given-balanced": "the teacher's scores, balanced",
     "own-r_drop_joined": "two parts of the rows meet",
-    "given-columns_in_the_middle": "the columns lie between batches and positions",
-    "head-columns_in_the_middle": "the columns lie between batches and positions",
 }
 """What is computed as a whole, still."""
 
@@ -736,7 +734,7 @@ def test_what_a_sum_reads_is_not_written_over() -> None:
 
 
 def _loop(steps: list[Any], results: list[Any]) -> RowLoop:
-    return RowLoop(((0, 1), (0, 1)), (-1, -1), tuple(steps), tuple(results), (VOCAB, 4))
+    return RowLoop(((0,), (0,)), (-1, -1), tuple(steps), tuple(results), (VOCAB, 4))
 
 
 def test_whether_a_sum_reads_a_tensor() -> None:

@@ -38,10 +38,10 @@ class Layout:
 
     @property
     def block(self) -> Block:
-        return Block(0 if self.columns else 1, len(self.lead))
+        return Block(tuple(dim for dim in range(len(self.lead) + 1) if dim != self.columns))
 
     def shape(self, columns: int) -> tuple[int, ...]:
-        return (*self.lead, columns) if self.columns else (columns, *self.lead)
+        return (*self.lead[: self.columns], columns, *self.lead[self.columns :])
 
     def values(self, columns: int = V, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         """Numbers with infinities and NaN among them."""
@@ -63,6 +63,7 @@ LAYOUTS = [
     Layout("a batch of one", (1, N), 2),
     Layout("as many rows as columns", (V,), 1),
     Layout("columns first", (N,), 0),
+    Layout("columns in the middle", (3, 4), 1),
 ]
 
 Program = Callable[..., Any]
@@ -141,7 +142,7 @@ ROWS_BY_NUMBER: dict[str, Callable[[Tensor, int, Layout], Any]] = {
 
 def traced(program: Callable[..., Any], layout: Layout) -> tuple[GraphModule, Tensor]:
     x = layout.values()
-    dim = len(layout.lead) if layout.columns else 0
+    dim = layout.columns
     numbers = get_decompositions([aten.arange])  # as AOTAutograd has them
     return make_fx(lambda x: program(x, dim, layout), decomposition_table=numbers)(x), x
 
@@ -155,9 +156,9 @@ class Chunks:
     def of(self, tensor: Any, block: Block) -> Any:
         if isinstance(tensor, (tuple, list)):
             return [self.of(each, block) for each in tensor]
-        lead = list(range(block.start, block.stop))
-        front = tensor.movedim(lead, list(range(block.dims)))
-        return front.reshape(self.rows, *front.shape[block.dims :])[self.start : self.stop]
+        count = len(block.dims)
+        front = tensor.movedim(list(block.dims), list(range(count)))
+        return front.reshape(self.rows, *front.shape[count:])[self.start : self.stop]
 
     def run(self, step: Step) -> Any:
         args, kwargs = self._plain(step.args), self._plain(dict(step.kwargs))
@@ -177,8 +178,7 @@ class Chunks:
             return found
         if isinstance(arg, Whole):
             found = self.values[arg.node]
-            dims = [] if arg.without is None else range(arg.without.start, arg.without.stop)
-            return found.squeeze(tuple(dims)) if dims else found
+            return found if arg.without is None else found.squeeze(arg.without.dims)
         if isinstance(arg, dict):
             return {key: self._plain(each) for key, each in arg.items()}
         if isinstance(arg, (tuple, list)):
@@ -235,7 +235,7 @@ def _ids(cases: list[tuple[str, Layout]]) -> list[str]:
 
 EVERYWHERE = [(name, layout) for name in PROGRAMS for layout in LAYOUTS]
 FLAT = [(name, layout) for name in ONLY_2D for layout in LAYOUTS if len(layout.lead) == 1]
-COLUMNS_LAST = [(name, layout) for name in LAST for layout in LAYOUTS if layout.columns]
+COLUMNS_LAST = [(name, at) for name in LAST for at in LAYOUTS if at.columns == len(at.lead)]
 BY_NUMBER = [(name, layout) for name in ROWS_BY_NUMBER for layout in LAYOUTS[:1] + LAYOUTS[3:4]]
 CASES = EVERYWHERE + FLAT + COLUMNS_LAST + BY_NUMBER
 ALL = PROGRAMS | ONLY_2D | LAST | ROWS_BY_NUMBER
@@ -276,16 +276,25 @@ def test_half_of_the_rows_dimensions_is_summed() -> None:
 
 
 def test_rows_in_two_places() -> None:
-    assert checked(lambda x, d, at: x.transpose(1, 2).exp(), LAYOUTS[1]) is None
+    """[B, V, T] of [B, T, V], whose columns lie between batches and places."""
+    for program in (
+        lambda x, d, at: x.permute(0, 2, 1).exp(),
+        lambda x, d, at: x.permute(0, 2, 1).reshape(3, 2, 3, 4).exp(),
+        lambda x, d, at: x.permute(0, 2, 1)[:, None].exp().permute(0, 3, 1, 2).flatten(0, 1),
+    ):
+        assert checked(program, LAYOUTS[1]) is not None
+    assert checked(lambda x, d, at: x.permute(0, 2, 1).reshape(3, -1).exp(), LAYOUTS[1]) is None
 
 
 def test_rows_in_another_order() -> None:
     """[T, B, V] of [B, T, V], with as many of both: its rows are not those of the operand one after the other."""
+    turned = Layout("as many batches as places", (3, 3), 2)
+    assert checked(lambda x, d, at: x.permute(1, 0, 2).exp(), turned) is not None
+    assert checked(lambda x, d, at: x.permute(1, 0, 2).reshape(9, V).exp(), turned) is None
     module = make_fx(lambda x: x.permute(1, 0, 2))(torch.randn(3, 3, V))
     (node,) = module.graph.find_nodes(op="call_function", target=aten.permute.default)
     (given,) = module.graph.find_nodes(op="placeholder")
-    assert block_of(node, {given: Block(0, 2)}.get) is None
-    assert step_of(node, Block(0, 2)) is None
+    assert block_of(node, {given: Block((0, 1))}.get) == Block((1, 0))
 
 
 SUMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -306,7 +315,7 @@ def test_adds_over_rows(name: str, dtype: torch.dtype) -> None:
     values = all_values(module, x)
     (given,) = module.graph.find_nodes(op="placeholder")
     (returned,) = module.graph.output_node().all_input_nodes
-    found = across(returned, {given: Block(0, 1)}.get)
+    found = across(returned, {given: Block((0,))}.get)
     assert found is not None
     assert found.how == how
     parts = [Chunks(values, a, b, N).run(found.step) for a, b in ((0, CHUNK), (CHUNK, N))]
@@ -324,10 +333,10 @@ def test_a_product_over_rows() -> None:
     values = all_values(module, left)
     (given,) = module.graph.find_nodes(op="placeholder")
     (returned,) = module.graph.output_node().all_input_nodes
-    blocks = {given: Block(0, 1)}
+    blocks = {given: Block((0,))}
     turned = returned.args[0]
     assert isinstance(turned, Node)
-    blocks[turned] = Block(1, 1)
+    blocks[turned] = Block((1,))
     found = across(returned, blocks.get)
     assert found is not None
     assert found.how == "product"
