@@ -650,7 +650,7 @@ def _reduction_step(node: Node, block: Block) -> Step | None:
 def _reduced_step(
     node: Node, named: dict[str, Any], operand: Rows, dims: Sequence[int | None]
 ) -> Step | None:
-    listed = any(a.name == "dim" and "[]" in str(a.type) for a in _signature(node).arguments)
+    listed = any(a.name == "dim" and "List" in str(a.type) for a in _signature(node).arguments)
     if "dim" not in named:  # of all dimensions
         return None
     return _called(node, {**named, "self": operand, "dim": list(dims) if listed else dims[0]})

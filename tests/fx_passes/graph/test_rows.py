@@ -129,6 +129,7 @@ LAST: dict[str, Callable[[Tensor, int, Layout], Any]] = {
     "the same columns of all rows": lambda x, d, at: x[..., torch.tensor([3, 0])],
     "rows put together": lambda x, d, at: x.flatten(0, -2).exp(),
     "columns in groups": lambda x, d, at: x.unflatten(-1, (2, 3)).sum(-1),
+    "two dimensions of columns": lambda x, d, at: x.unflatten(-1, (2, 3)).amax((-2, -1)),
     "statistics": lambda x, d, at: torch.ops.slime_fused.row_stats(x, None, 1.0, "")[1],
 }
 ROWS_BY_NUMBER: dict[str, Callable[[Tensor, int, Layout], Any]] = {
