@@ -29,6 +29,7 @@ from fx_passes.outcome import FuseConfig, Outcome
 from fx_passes.picked_rows import sum_first
 from fx_passes.returned_logits import detach_returned
 from fx_passes.rows import RowsConfig, by_rows
+from fx_passes.rows.apart import compute_apart
 from fx_passes.rows.fewer import takes_of_heads, work_on_parts
 from fx_passes.verify import trial_of
 from fx_passes.whole_logits import use_whole_logits
@@ -151,7 +152,7 @@ def _detach_returned(gm: GraphModule, config: Config) -> Outcome:
 
 
 def _work_on_parts(graph: Graph, config: Config) -> Outcome:
-    outcome = Outcome()
+    outcome = _counted(compute_apart(graph, config.min_vocab))
     for share in (_MOST_TAKEN, 1.0):
         if not takes_of_heads(graph, config.min_vocab):
             break

@@ -29,7 +29,6 @@ from fx_passes.graph.facts import (
     is_float_tensor,
     is_wide,
     rank_of,
-    same_shape,
     shape_of,
     value,
 )
@@ -48,7 +47,7 @@ from fx_passes.rows.fewer import work_on_parts
 from fx_passes.rows.loops import Loop, loops_of
 from fx_passes.rows.parts import Part, put
 from fx_passes.rows.program import Program
-from fx_passes.rows.region import Region, regions_of
+from fx_passes.rows.region import Region, in_place_of, regions_of
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch, trial_of
 
@@ -364,7 +363,7 @@ class _Emission:
         if part is not None:  # a later loop reads what the graph has of it
             old, new = part.every, self.emit.reshape(found, self.emit.sizes(part.every))
         else:
-            new = _as_it_was(old, found, self.region, self.emit)
+            new = in_place_of(old, found, self.region, self.emit)
             self.made[old] = new if old in self.region.sums else found
         units = self.units
         if units is not None and old in units.moving:
@@ -388,23 +387,6 @@ class _Emission:
                     del node.meta[TAG]
         for old, new in self.replacements.items():
             old.replace_all_uses_with(new)
-
-
-def _as_it_was(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
-    """What a loop hands out, [N, ...], in the shape of the user's value."""
-    across = region.sums.get(old)
-    if across is not None:
-        if across.mean_of:
-            inner: Node = old.args[0]  # type: ignore[assignment]
-            for dim in across.mean_of:
-                found = emit.call(aten.div.Tensor, found, emit.size(inner, dim))
-        return emit.cast(found, value(old).dtype)
-    block, sizes = region.blocks[old], emit.sizes(old)
-    found = emit.reshape(found, [*block.lead(sizes), *block.rest(sizes)])
-    now = [*block.dims, *block.rest(range(len(sizes)))]
-    found = emit.permute(found, [now.index(dim) for dim in range(len(sizes))])
-    assert same_shape(shape_of(found), shape_of(old)), (old, found)
-    return found
 
 
 def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan, values: int) -> Looped:

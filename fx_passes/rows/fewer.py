@@ -49,11 +49,11 @@ from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, 
 from fx_passes.rows.spelling import added, expand_operands, spell_alike
 from fx_passes.torch_private import detect_fake_mode
 
-__all__ = ["takes_of_heads", "work_on_parts"]
+__all__ = ["HEADS", "takes_of_heads", "work_on_parts"]
 
 aten = torch.ops.aten
 
-_HEADS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
+HEADS: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
 """Matmuls, and the argument whose rows are those of the result."""
 _SHOWN = RESHAPES | {aten.alias.default, aten.detach.default}
 _FACTORS = _SHOWN | TURNS
@@ -109,7 +109,7 @@ def _is_of_head(node: Node) -> bool:
 def _head_under(node: Any) -> Node | None:
     """The matmul of which `node` is a function, element by element and with numbers of each row."""
     below: Node | None = node
-    while below is not None and below.target not in _HEADS:
+    while below is not None and below.target not in HEADS:
         below = under(below, _SHOWN) if below.target in _SHOWN else _operand(below)
     return below
 
@@ -192,7 +192,7 @@ class _Work:
         if len(takes) > 1 and not self.returned.isdisjoint(takes):
             return  # what the caller writes to one is in the other
         self.emit.origin = point
-        if point.target in _HEADS:
+        if point.target in HEADS:
             bias = point.args[0] if point.target is aten.addmm.default else None
             if rank_of(bias) <= 1 and hint(taken) <= self.share * hint(every):
                 self._take_before_matmul(node, point, taken)
@@ -216,7 +216,7 @@ class _Work:
     def _take_before_matmul(self, node: Node, point: Node, taken: Any) -> None:
         """take(h @ w) -> take(h) @ w"""
         args: list[Any] = list(point.args)
-        at = _HEADS[point.target]
+        at = HEADS[point.target]
         rows = self._taken(node, args[at])
         if rows is None:
             return

@@ -35,6 +35,7 @@ __all__ = [
     "TAKES",
     "Part",
     "is_of_rows",
+    "move_of",
     "put",
     "rows_put",
     "same_columns",
@@ -111,7 +112,7 @@ def taken(node: Node) -> Part | None:
         elif (
             node.target in TAKES
             and node.target not in BY_NUMBERS
-            and (move := _moved(node, inner, 1)) is not None
+            and (move := move_of(node, inner, 1)) is not None
         ):
             moves.append(move)
         else:
@@ -133,7 +134,7 @@ def put(node: Node) -> Part | None:
         elif (
             outer.target not in BY_NUMBERS
             and rows_put(outer) is node
-            and (move := _moved(outer, outer, 2)) is not None
+            and (move := move_of(outer, outer, 2)) is not None
         ):
             moves.append(move)
             last, found = outer, len(moves)
@@ -165,7 +166,7 @@ def same_columns(one: Node, other: Node) -> bool:
     return len(left) > 1 and len(right) > 1 and same(left[-1], right[-1])
 
 
-def _moved(node: Node, every: Node, first: int) -> Move | None:
+def move_of(node: Node, every: Node, first: int) -> Move | None:
     """The arguments of a slice or selection of `every`, spelled alike; None where it is one of columns."""
     kind = TAKES.get(node.target) or PUTS[node.target]
     args: tuple[Any, ...] = node.args[first:] or (0,)
@@ -195,7 +196,7 @@ def is_of_rows(node: Node) -> bool:
         indices: Any = node.args[1]
         known = all(each is not None and value(each).dtype in _NUMBERS for each in indices)
         return known and sum(map(_dims_of, indices)) < len(shape_of(every))
-    return _moved(node, every, 1 if takes else 2) is not None
+    return move_of(node, every, 1 if takes else 2) is not None
 
 
 def _dims_of(index: Node) -> int:

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_passes.graph.facts import hint, is_float_tensor, is_wide, rank_of, same, shape_of, value
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import (
+    hint,
+    is_float_tensor,
+    is_wide,
+    rank_of,
+    same,
+    same_shape,
+    shape_of,
+    value,
+)
 from fx_passes.graph.operators import SHOWN, VIEWS, under
 from fx_passes.graph.rows import (
     Across,
@@ -93,7 +103,7 @@ def regions_of(graph: Graph, min_vocab: int) -> list[Region]:
         widest = hint(shape_of_value(seeds[0])[-1])
         if seed in taken or hint(shape_of_value(seed)[-1]) * _SHARE < widest:
             continue
-        region = _grown(graph, seed)
+        region = grown(graph, seed)
         mine = region.steps.keys() | region.sums.keys()
         if taken.isdisjoint(mine) and _is_of_alternatives(region):
             found.append(region)
@@ -136,13 +146,17 @@ def _is_of_alternatives(region: Region) -> bool:
     return any(are_alternatives(n) or n.target in _SCALES for n in nodes)
 
 
-def _grown(graph: Graph, seed: Node) -> Region:
+def grown(graph: Graph, *seeds: Node) -> Region:
+    """What works row by row on the rows of the first of `seeds`, which have them in all dimensions but the last."""
+    seed, *others = seeds
     shape = shape_of_value(seed)
     region = Region(_rows(seed), shape[-1])
     growth = _Growth(region)
     block = normal(in_front(len(shape) - 1), shape)
     if not growth.enter(seed, block):
         region.blocks[seed] = block
+    for each in others:
+        region.blocks[each] = normal(in_front(rank_of(each) - 1), shape_of(each))
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     size = -1
     while size != len(region.blocks):
@@ -151,6 +165,23 @@ def _grown(graph: Graph, seed: Node) -> Region:
             if node not in region.steps and node not in region.sums:
                 growth.look_at(node)
     return region
+
+
+def in_place_of(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
+    """What was computed over rows, [N, ...], in the shape of the user's value."""
+    across = region.sums.get(old)
+    if across is not None:
+        if across.mean_of:
+            inner: Node = old.args[0]  # type: ignore[assignment]
+            for dim in across.mean_of:
+                found = emit.call(aten.div.Tensor, found, emit.size(inner, dim))
+        return emit.cast(found, value(old).dtype)
+    block, sizes = region.blocks[old], emit.sizes(old)
+    found = emit.reshape(found, [*block.lead(sizes), *block.rest(sizes)])
+    now = [*block.dims, *block.rest(range(len(sizes)))]
+    found = emit.permute(found, [now.index(dim) for dim in range(len(sizes))])
+    assert same_shape(shape_of(found), shape_of(old)), (old, found)
+    return found
 
 
 class _Growth:

@@ -169,7 +169,6 @@ WIDE = {
     "given-temperature_of_batches": "the gradient itself, which inductor divides in place",
     "given-cosine_beside": "squares of the teacher, which inductor sums as it computes them",
     "given-balanced": "the teacher's scores, balanced",
-    "own-r_drop_joined": "two parts of the rows meet",
 }
 """What is computed as a whole, still."""
 
@@ -301,6 +300,72 @@ def test_parts_of_given_rows(name: str, dtype: torch.dtype, graphs: list[Graph])
     stays = name in STAY or (name.startswith("two") and dtype == torch.bfloat16)
     assert stays or [whole(graph) for graph in graphs] == [[] for _ in graphs]
     check(PARTS[name], given, inner="inductor")
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    p, q = wide(a).log_softmax(-1), wide(b).log_softmax(-1)
+    return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
+
+
+def _with_all(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What reads all rows: a loss, a metric of columns in order, the mean of each column."""
+    x = wide(x)
+    found = (x.topk(3, -1).values.logsumexp(-1) * x.argmax(-1)).mean()
+    return _apart(a, b) + F.cross_entropy(x, x.argmin(-1)) + 1e-3 * found + x.mean(0).square().sum()
+
+
+MEETING: dict[str, Callable[[Tensor], Tensor]] = {
+    "halves": lambda x: _apart(*x.chunk(2)),
+    "halves, and a loss over all": lambda x: _with_all(x, *x.chunk(2)),
+    "slices, and a loss over all": lambda x: _with_all(x, x[:22], x[22:]),
+    "of a stack": lambda x: _with_all(x, *x.view(2, 22, VOCAB)),
+    "selected": lambda x: _with_all(x, x.view(2, 22, VOCAB)[1], x.view(2, 22, VOCAB)[0]),
+    "of batches": lambda x: _apart(x.view(4, 11, VOCAB)[:2], x.view(4, 11, VOCAB)[2:]),
+    "cast before": lambda x: _with_all(x, *wide(x).split(22)),
+    "four": lambda x: _apart(*x.chunk(4)[:2]) + _apart(*x.chunk(4)[2:]) + x.mean(),
+    "a largest of each column": lambda x: _apart(*x.chunk(2)) + x.amax(0).sum(),
+    "guided": lambda x: F.cross_entropy(x[22:] + 2 * (x[:22] - x[22:]), x[:22].argmax(-1)),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_that_meet(name: str, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    """One loop makes both parts, each by a matmul of its own."""
+    given = {key: t.to(dtype) for key, t in _heads().items()}
+    check(_of(MEETING[name]), given)
+    assert [whole(graph) for graph in graphs] == [[] for _ in graphs]
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "other rows": lambda x: _apart(x[:-1], x[1:]),
+    "of other lengths": lambda x: _apart(x[:20], x[20:40]) + x[40:].square().mean(),
+    "parts of parts": lambda x: sum(_apart(x[:11], each) for each in x[11:].split(11)),
+    "not all": lambda x: _apart(x[:11], x[11:22]) + x.square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parts_that_are_not_all(name: str) -> None:
+    check(_of(APART[name]), _heads())
+
+
+def test_single_rows_that_meet() -> None:
+    """There is nothing to cut into chunks."""
+    check(lambda hidden, weight: _apart(*(hidden[:2] @ weight.t()).unbind(0)), _heads())
+
+
+def test_parts_that_meet_of_logits_that_are_returned() -> None:
+    """The logits are needed as a whole."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.t()
+        return _apart(*logits.chunk(2)), logits.detach()
+
+    given = _heads()
+    check(lambda *args: loss(*args)[0], given)
+    for one, other in zip(compiled(loss)(*given.values()), loss(*given.values()), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_parts_of_given_rows_with_any_sizes(graphs: list[Graph]) -> None:

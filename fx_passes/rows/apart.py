@@ -1,0 +1,232 @@
+"""Rows of a head that meet part by part: each part is computed on its own, and so is whatever reads all rows.
+
+    x = h @ w; f(x); g(x[:n], x[n:])  ->  a = h[:n] @ w; b = h[n:] @ w; f(a), f(b); g(a, b)
+
+Entry point: `compute_apart`. One loop over the rows of `a` then makes those of `b`, too: no whole `x` is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fx_passes.graph.emit import Emitter
+from fx_passes.graph.facts import hint, is_wide, shape_of, value, wide_nodes
+from fx_passes.graph.operators import SPLITS
+from fx_passes.graph.order import tidy
+from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, in_front
+from fx_passes.rows.fewer import HEADS
+from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, move_of, rows_put
+from fx_passes.rows.region import Region, grown, in_place_of
+from fx_passes.torch_private import detect_fake_mode
+
+__all__ = ["compute_apart"]
+
+aten = torch.ops.aten
+Range = tuple[int, int]
+"""Rows [start, stop)."""
+
+_ADDED: dict[str, Any] = {
+    "sum": aten.add.Tensor,
+    "product": aten.add.Tensor,
+    "max": aten.maximum.default,
+    "min": aten.minimum.default,
+}
+
+
+def compute_apart(graph: Graph, min_vocab: int) -> int:
+    """Computes heads in the parts of their rows that meet; how many nodes that makes."""
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    if fake_mode is None:
+        return 0
+    emit = Emitter(graph, fake_mode)
+    for head in wide_nodes(graph, min_vocab):
+        if head.target not in HEADS or not head.users:
+            continue
+        hidden: Any = head.args[HEADS[head.target]]
+        region = grown(
+            graph, head, hidden
+        )  # the product with hidden states makes the weight's gradient
+        region = grown(graph, head, hidden, *_joined(region, min_vocab))
+        taken = _taken(region, min_vocab)
+        if _are_all(taken, region) and _meet(graph, taken) and not _needed_whole(region, taken):
+            with graph.inserting_before(graph.output_node()):
+                _replace(emit, region, taken)
+            tidy(graph)
+    return len(emit.created)
+
+
+def _joined(region: Region, min_vocab: int) -> list[Node]:
+    """Wide values that `region` is given: gradients of parts, joined or put among zeros."""
+    steps = [*region.steps.values(), *(across.step for across in region.sums.values())]
+    operands = [each for step in steps for each in step.operands() if isinstance(each, Rows)]
+    read = dict.fromkeys(each.node for each in operands)
+    return [node for node in read if is_wide(node, min_vocab) and node not in region.blocks]
+
+
+def _taken(region: Region, min_vocab: int) -> dict[Node, Range]:
+    """What takes neighbouring rows of wide values of `region`, by its first dimension."""
+    wide = (node for node in region.steps if is_wide(node, min_vocab))
+    first = (node for node in wide if region.blocks[node] == in_front(len(shape_of(node)) - 1))
+    return {item: rows for node in first for item, rows in _taken_of(node)}
+
+
+def _taken_of(node: Node) -> Iterator[tuple[Node, Range]]:
+    for user in node.users:
+        if user.target in SPLITS:
+            yield from _pieces(user, node)
+        elif user.target in TAKES.keys() - BY_NUMBERS and (rows := _moved(user, node, 1)):
+            yield user, rows
+
+
+def _rows_of_each(every: Node) -> int:
+    """Of each number of the first dimension of [.., rows.., V]."""
+    return math.prod(map(hint, shape_of(every)[1:-1]))
+
+
+def _pieces(split: Node, every: Node) -> Iterator[tuple[Node, Range]]:
+    is_unbound = split.target is aten.unbind.int
+    along = split.args[1:] if is_unbound else split.args[2:]
+    if along in ((), (0,)):
+        each = _rows_of_each(every)
+        lengths = [each if is_unbound else each * shape_of(piece)[0] for piece in value(split)]
+        ends = [0, *itertools.accumulate(lengths)]
+        for item in split.users:
+            at: Any = item.args[1]
+            yield item, (ends[at], ends[at + 1])
+
+
+def _moved(node: Node, every: Node, first: int) -> Range | None:
+    """The rows of `every` that a slice or selection takes, or puts, by its arguments from number `first` on."""
+    move, each = move_of(node, every, first), _rows_of_each(every)
+    if move is None or move[1] != 0:
+        return None
+    start, stop, step = move[2:] if move[0] == "slice" else (move[2], move[2] + 1, 1)
+    known = isinstance(start, int) and isinstance(stop, int) and step == 1
+    return (each * start, each * stop) if known else None
+
+
+def _are_all(taken: dict[Node, Range], region: Region) -> bool:
+    """Whether the parts are of as many rows each, more than one, and together all rows."""
+    parts = sorted(set(taken.values()))
+    count = len(parts)
+    rows = region.rows
+    if count < 2 or not isinstance(rows, int) or rows == count or rows % count:
+        return False
+    ends = range(0, rows + 1, rows // count)
+    return parts == list(itertools.pairwise(ends))
+
+
+def _meet(graph: Graph, taken: dict[Node, Range]) -> bool:
+    """Whether values of different parts meet row by row."""
+    first = next(iter(taken))
+    steps = grown(graph, first).steps.values()
+    read = {operand.node for step in steps for operand in step.operands()}
+    return any(node in read and rows != taken[first] for node, rows in taken.items())
+
+
+def _needed_whole(region: Region, taken: dict[Node, Range]) -> bool:
+    """Whether something wide is read as a whole, other than by what takes its parts."""
+    inside = {*region.steps, *region.sums, *taken, *(item.args[0] for item in taken)}
+    return any(region.made_wide(node) and not inside >= node.users.keys() for node in region.steps)
+
+
+def _replace(emit: Emitter, region: Region, taken: dict[Node, Range]) -> None:
+    inside = region.steps.keys() | region.sums.keys()
+    nodes = [node for node in emit.graph.nodes if node in inside]
+    device = value(next(iter(taken))).device
+    parts = {rows: _Part(emit, region, rows, device) for rows in sorted(set(taken.values()))}
+    for node in nodes:
+        emit.origin = node
+        for part in parts.values():
+            part.compute(node)
+    for node, rows in taken.items():
+        every = next(iter(inside & {node.args[0], *node.args[0].all_input_nodes}))  # type: ignore[union-attr]
+        node.replace_all_uses_with(emit.reshape(parts[rows].made[every], emit.sizes(node)))
+    for node in nodes:
+        if inside >= node.users.keys() or not isinstance(value(node), torch.Tensor):
+            continue
+        found = _together([part.made[node] for part in parts.values()], node, region, emit)
+        new = emit.laid_out_as(in_place_of(node, found, region, emit), node)
+        node.replace_all_uses_with(new, lambda user: user not in inside)
+
+
+def _together(made: list[Node], node: Node, region: Region, emit: Emitter) -> Node:
+    """All rows, [N, ...], or the sum over all."""
+    if node not in region.sums:
+        return emit.call(aten.cat.default, made)
+    return functools.reduce(functools.partial(emit.call, _ADDED[region.sums[node].how]), made)
+
+
+class _Part:
+    """The values of a region over some of its rows, [n, ...], and what these add to its sums."""
+
+    def __init__(self, emit: Emitter, region: Region, rows: Range, device: torch.device) -> None:
+        self.emit, self.region, self.rows = emit, region, rows
+        self.device = device
+        self.made: dict[Node, Node] = {}
+
+    def compute(self, node: Node) -> None:
+        across = self.region.sums.get(node)
+        if across is None:
+            self.made[node] = self._called(self.region.steps[node])
+        elif across.how == "product":
+            left, right = (self._argument(each) for each in across.step.args)
+            turned = self.emit.permute(left, [1, 0])
+            self.made[node] = self.emit.call(node.target, turned, right, *node.args[2:])
+        else:
+            self.made[node] = self._called(across.step)
+
+    def _called(self, step: Step) -> Node:
+        args = [self._argument(arg) for arg in step.args]
+        if step.target is aten.reshape.default:
+            return self.emit.reshape(*args)
+        schema = getattr(step.target, "_schema", None)
+        placed = schema is not None and any(each.name == "device" for each in schema.arguments)
+        kwargs = dict(step.kwargs) | ({"device": self.device} if placed else {})
+        return self.emit.call(step.target, *args, **kwargs)
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Rows):
+            found = self._rows(arg.node, arg.block)
+            if not arg.gap:
+                return found
+            count, *rest = self.emit.sizes(found)
+            return self.emit.reshape(found, [count, *[1] * arg.gap, *rest])
+        if isinstance(arg, Whole):
+            sizes = self.emit.sizes(arg.node)
+            without = [] if arg.without is None else arg.without.dims
+            return self.emit.reshape(arg.node, Block(tuple(without)).rest(sizes))
+        if isinstance(arg, Step):
+            return self._called(arg)
+        if isinstance(arg, (list, tuple)):
+            return [self._argument(each) for each in arg]
+        return self.rows[1] - self.rows[0] if arg is COUNT else arg
+
+    def _rows(self, node: Node, block: Block) -> Node:
+        """These rows of `node`: one of the pieces that it is joined of, or a view."""
+        if node in self.made:
+            return self.made[node]
+        put = rows_put(node) if node.target in PUTS.keys() - BY_NUMBERS else None
+        if put is not None and (rows := _moved(node, node, 2)) is not None:
+            sizes = [self.rows[1] - self.rows[0], *block.rest(shape_of(node))]
+            if rows == self.rows:
+                return self.emit.reshape(put, sizes)
+            if rows[1] <= self.rows[0] or rows[0] >= self.rows[1]:
+                return self.emit.full(sizes, 0, value(node).dtype, node)
+        if node.target is aten.cat.default and block == in_front(1) and node.args[1:] in ((), (0,)):
+            joined: Any = node.args[0]
+            ends = [0, *itertools.accumulate(shape_of(each)[0] for each in joined)]
+            pieces = dict(zip(itertools.pairwise(ends), joined, strict=True))
+            if self.rows in pieces:
+                return pieces[self.rows]
+        sizes = self.emit.sizes(node)
+        front = self.emit.permute(node, [*block.dims, *block.rest(range(len(sizes)))])
+        flat = self.emit.reshape(front, [self.region.rows, *block.rest(sizes)])
+        return self.emit.call(aten.slice.Tensor, flat, 0, *self.rows)
