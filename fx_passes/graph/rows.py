@@ -703,7 +703,25 @@ def _along_step(node: Node, block: Block) -> Step | None:
         found[each] = operand
     if node.target is aten.index_select.default:
         found["index"] = Whole(named["index"])
+    if node.target is aten.cat.default:
+        return _joined(node, block, found)
     return _called(node, found)
+
+
+def _joined(node: Node, block: Block, found: dict[str, Any]) -> Step:
+    """Without other dimensions of size 1: inductor lays four dimensions out as an image, its channels the innermost."""
+    rest, dim = block.rest(shape_of_value(node)), found["dim"]
+    kept = [at for at, size in enumerate(rest, 1) if at == dim or not same(size, 1)]
+    pieces = [_viewed(each.node, block, _thin(each, kept)) for each in found["tensors"]]
+    if len(kept) == len(rest) or None in pieces or any(isinstance(s, torch.SymInt) for s in rest):
+        return _called(node, found)
+    joined = _called(node, {"tensors": pieces, "dim": 1 + kept.index(dim)})
+    return Step(aten.reshape.default, (joined, [COUNT, *rest]))
+
+
+def _thin(piece: Rows, kept: Sequence[int]) -> list[Any]:
+    rest = piece.block.rest(shape_of_value(piece.node))
+    return [rest[at - 1] for at in kept]
 
 
 def _rows_operand(arg: Any, block: Block, lead: Sequence[Any]) -> Any:

@@ -268,6 +268,20 @@ def test_mixes_rows(name: str) -> None:
     assert checked(lambda x, d, at: MIXED[name](x), LAYOUTS[0]) is None
 
 
+def test_stacked_batches_of_one() -> None:
+    """Chunks of [1, N, V] are joined as [n, 1, V]: inductor takes [n, 1, 1, V] for images, channels innermost."""
+    layout = LAYOUTS[2]
+    program = lambda x, d, at: torch.cat([x[None].exp(), x[None]])  # noqa: E731
+    assert checked(program, layout) is not None
+    module, _ = traced(program, layout)
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    step = step_of(node, Block((2,)))
+    assert step is not None
+    joined, sizes = step.args
+    assert (joined.target, joined.args[1], sizes) == (aten.cat.default, 1, [COUNT, 2, 1, V])
+    assert [piece.args[1] for piece in joined.args[0]] == [[COUNT, 1, V]] * 2
+
+
 def test_a_row_written() -> None:
     assert checked(lambda x, d, at: aten.select_scatter(x, x[0], 0, 1), LAYOUTS[0]) is None
 
