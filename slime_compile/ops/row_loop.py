@@ -168,12 +168,24 @@ class Cut:
         if self.flat is not None and self.numbers is None:
             return self.flat[start:stop]
         if self.numbers is None:
-            places = torch.arange(start, stop, device=self.tensor.device)
-        else:
-            places = self.numbers[start:stop]
+            found = list(self._neighbours(start, stop))
+            return found[0].contiguous() if len(found) == 1 else torch.cat(found)
+        places = self.numbers[start:stop]
         if self.flat is not None:
             return self.flat.index_select(0, places)
         return self.tensor[torch.unravel_index(places, self.lead)]
+
+    def _neighbours(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Views of rows [start, stop), those in one that differ in the last dimension of rows only."""
+        *outer, size = self.lead
+        while start < stop:
+            number, first = divmod(start, size)
+            last = min(first + stop - start, size)
+            sequence = self.tensor
+            for at, each in enumerate(outer, 1):
+                sequence = sequence[number // math.prod(outer[at:]) % each]
+            yield sequence[first:last]
+            start += last - first
 
 
 def _row_count(cuts: Sequence[Cut]) -> int:

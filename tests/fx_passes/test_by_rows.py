@@ -29,6 +29,7 @@ from fx_passes.graph.operators import SHOWN
 from fx_passes.refused import Refused
 from fx_passes.rows.program import Program
 from slime_compile.ops import row_body
+from slime_compile.ops.row_loop import Cut
 from slime_compile.ops.row_loop import Program as RowLoop
 from slime_compile.torch_private import functorch_config, inductor_config
 from tests.support import harness
@@ -465,6 +466,18 @@ def test_given_rows_that_are_not_one_behind_the_other() -> None:
         "target": torch.randint(VOCAB, (4, 12), generator=draw),
     }
     check(loss, given)
+
+
+def test_chunks_of_rows_in_several_dimensions() -> None:
+    """Neighbours are a view; rows of several sequences are put together."""
+    every = torch.arange(2 * 4 * 6 * 3).view(2, 4, 6, 3)[:, 1:, :-1]
+    rows = every.reshape(30, 3)
+    cut = Cut(every, (0, 1, 2))
+    for start, stop in ((0, 5), (6, 9), (3, 12), (14, 30), (0, 30)):
+        assert torch.equal(cut.at(start, stop), rows[start:stop])
+    assert cut.at(16, 19).data_ptr() == every[1, 0, 1].data_ptr()
+    turned = Cut(every.movedim(0, 2), (2, 0, 1))
+    assert torch.equal(turned.at(3, 12), rows[3:12])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 45, 53])
