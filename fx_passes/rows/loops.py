@@ -5,6 +5,8 @@ rows, or something that the graph computes outside the region from results of a 
 value that needs a tangent. Each loop computes its wide values again from what the region is given, so that none of them
 exists as a whole. Numbers per row and sums are computed once, by the first loop that can, and kept. Exception: the
 maximum that a wide value is compared with is computed again, since a matmul over other rows may round otherwise.
+Exception: a mask that forward makes of sorted columns of given logits is kept for backward, a byte for each logit,
+instead of sorting them twice; without loops the order itself would be kept.
 
     loss = (p * q).sum(-1).mean()       level 0: p * q, its sum per row; the mean is outside
     d loss / d logits                   level 1, since it needs a tangent: p and q again, and the gradient
@@ -12,7 +14,7 @@ maximum that a wide value is compared with is computed again, since a matmul ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import is_backward, value
-from fx_passes.graph.operators import COMPARISONS, SHOWN, under
+from fx_passes.graph.operators import COMPARISONS, MATMULS, SHOWN, under
 from fx_passes.graph.rows import Rows, Step
 from fx_passes.rows.region import Region
 
@@ -66,7 +68,11 @@ def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
         early: nothing waits for backward: `early.py` says where that may be.
     """
     levels = _Levels(graph, region, early)
-    return _Demands(graph, region, levels).loops()
+    loops = _Demands(graph, region, levels).loops()
+    if levels.sorted and sum(any(map(_sorts, loop.body)) for loop in loops) > 1:
+        levels.sorted.clear()  # backward sorts all the same
+        loops = _Demands(graph, region, levels).loops()
+    return loops
 
 
 class _Levels:
@@ -76,10 +82,13 @@ class _Levels:
         self.region = region
         self.early = early
         self.compared = _compared(region)
+        nodes = list(graph.nodes)
+        given = not any(node.target in MATMULS and region.made_wide(node) for node in nodes)
+        masks = _made_of_sorted(nodes, region) if given else ()
+        self.sorted = {node for node in masks if not self.waits(node)}
         self.level: dict[Node, int] = {}
         self.ready: dict[Node, int] = {}
         self.in_loop: set[Node] = set()
-        nodes = list(graph.nodes)
         self.backward = 0
         for node in nodes:
             if not self.waits(node):
@@ -132,6 +141,24 @@ def _compared(region: Region) -> set[Node]:
                 found.add(inner)
                 waiting.append(inner)
     return found
+
+
+def _made_of_sorted(nodes: list[Node], region: Region) -> Iterator[Node]:
+    """Masks that are made of sorted columns, and not of what other masks leave of them."""
+    found: set[Node] = set()
+    masks: set[Node] = set()
+    for node in filter(region.steps.__contains__, nodes):
+        is_mask = region.is_wide(node) and getattr(value(node), "dtype", None) == torch.bool
+        read = (found if is_mask else found - masks).intersection(node.all_input_nodes)
+        if read or _sorts(node):
+            found.add(node)
+            if is_mask:
+                masks.add(node)
+                yield node
+
+
+def _sorts(node: Node) -> bool:
+    return node.target in (torch.ops.aten.sort.default, torch.ops.aten.sort.stable)
 
 
 class _Demands:
@@ -190,6 +217,8 @@ class _Demands:
     def is_in(self, loop: Loop, node: Node) -> bool:
         """Whether `loop` makes its chunks of `node` itself."""
         if node not in self.region.steps:
+            return False
+        if node in self.levels.sorted and self.levels.level[node] < loop.level:
             return False
         if self.region.is_wide(node) or node in self.levels.compared:
             return True

@@ -29,7 +29,7 @@ from fx_passes.graph.operators import SHOWN
 from fx_passes.refused import Refused
 from fx_passes.rows.program import Program
 from slime_compile.ops import row_body
-from slime_compile.ops.row_loop import Cut
+from slime_compile.ops.row_loop import Cut, read
 from slime_compile.ops.row_loop import Program as RowLoop
 from slime_compile.torch_private import functorch_config, inductor_config
 from tests.support import harness
@@ -762,6 +762,36 @@ def test_what_is_compared_is_of_one_matmul(
     loss, given = _of(TWICE[name]), _heads()
     got, eager = step(compiled(loss, grad_in_forward=when), given), step(loss, given)
     torch.testing.assert_close(got, eager, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "sorts", "kept"),
+    [
+        ("given-top_p_shifted", 1, 1),
+        ("given-top_p_by_sort", 1, 1),
+        ("given-entropy_of_top_p", 2, 0),  # the gradient needs the order, too
+        ("head-top_p_shifted", 1, 0),  # forward makes the gradient
+    ],
+)
+def test_columns_are_sorted_once(name: str, sorts: int, kept: int, graphs: list[Graph]) -> None:
+    """A mask that forward makes of the order is kept, where backward needs nothing else of it."""
+    fn, frozen = CASES[name]
+    check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen)
+    (graph,) = graphs
+    programs = [read(node.args[3]) for node in loops(graph)]
+    assert sum(step[0].startswith("aten.sort") for p in programs for step in p.steps) == sorts
+    assert (
+        sum(each[2] == "bool" and each[3] == [VOCAB] for p in programs for each in p.results)
+        == kept
+    )
+
+
+def test_masks_of_a_heads_sorted_columns_are_not_kept(graphs: list[Graph]) -> None:
+    fn, frozen = CASES["head-top_p_shifted"]
+    given = inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN)
+    check(fn, given, frozen, grad_in_forward="never")
+    results = [each for node in loops(graphs[0]) for each in read(node.args[3]).results]
+    assert not [each for each in results if each[2] == "bool"]
 
 
 # ---- where the gradient lies --------------------------------------------------------------------------------------
