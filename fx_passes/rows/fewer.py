@@ -46,7 +46,7 @@ from fx_passes.graph.order import is_dead, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.refused import Refused
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, same_columns
-from fx_passes.rows.spelling import added, expand_operands, spell_alike
+from fx_passes.rows.spelling import added, expand_operands, is_of_numbers, spell_alike
 from fx_passes.torch_private import detect_fake_mode
 
 __all__ = ["HEADS", "takes_of_heads", "work_on_parts"]
@@ -82,7 +82,7 @@ def work_on_parts(
     with graph.inserting_before(graph.output_node()):
         _answer(emit, asked)
         work = _Work(emit, min_vocab, share, of_heads)
-        spell_alike(emit, min_vocab, work.returned, stacks=not of_heads)
+        spell_alike(emit, min_vocab, work.returned, of_heads)
         expand_operands(emit, min_vocab)
         if of_heads:
             work.put_last()
@@ -103,7 +103,8 @@ def _is_of_head(node: Node) -> bool:
     """Whether it takes rows of what a matmul makes, or of a function of each element of that."""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    return node.target in {*TAKES, *SPLITS} and _head_under(node.args[0]) is not None
+    gathers = node.target is aten.gather.default and is_of_numbers(node)
+    return (gathers or node.target in {*TAKES, *SPLITS}) and _head_under(node.args[0]) is not None
 
 
 def _head_under(node: Any) -> Node | None:

@@ -19,17 +19,18 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import same, same_shape, shape_of, value, wide_nodes
 from fx_passes.graph.operators import SPLITS, is_elementwise, is_zero, read_back, written_over
 
-__all__ = ["added", "expand_operands", "spell_alike"]
+__all__ = ["added", "expand_operands", "is_of_numbers", "spell_alike"]
 
 aten = torch.ops.aten
 
 
-def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], stacks: bool) -> None:
+def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], of_heads: bool) -> None:
     """Pieces, joins and writes become slices and scatters; what is `returned` keeps its own memory.
 
     split(x, n)[1]                       ->  x[n : 2 * n], where another piece is unread
     cat([zeros, g])                      ->  zeros; zeros[n:] = g
-    cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]]), if `stacks`
+    cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]]), unless `of_heads`
+    x.gather(0, n[:, None].expand(N, V)) ->  x[n], and backward likewise, if `of_heads`
     x[n:] = g; x[n:]                     ->  g
     zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
     zeros + g                            ->  g
@@ -37,8 +38,10 @@ def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], stacks
     for node in wide_nodes(emit.graph, min_vocab):
         emit.origin = node
         spelling = _SPELLINGS.get(node.target)
-        if spelling is None or node in returned or (spelling is _stacked and not stacks):
+        elsewhere = _stacked if of_heads else _by_numbers
+        if spelling in (None, elsewhere) or node in returned:
             continue
+        assert spelling is not None
         made = spelling(emit, node)
         if made is not None:
             node.replace_all_uses_with(made)
@@ -148,6 +151,37 @@ def _added_to_zero(emit: Emitter, node: Node) -> Node | None:
     return rest if is_zero(zero) and same_kind else None
 
 
+def is_of_numbers(node: Node) -> bool:
+    """Whether a gather, or its backward, is one of rows by an index that is the same for all columns."""
+    every, dim, index, *rows = node.args
+    if not isinstance(index, Node) or index.target is not aten.expand.default:
+        return False
+    *lead, columns = shape_of(index)
+    of_rows = len(lead) > 0 and isinstance(dim, int) and dim % (len(lead) + 1) < len(lead)
+    whole = same(columns, shape_of(every)[-1]) and all(
+        same_shape(shape_of(each), shape_of(index)) for each in rows
+    )
+    return of_rows and whole and same_shape(shape_of(index.args[0]), [*lead, 1])
+
+
+def _by_numbers(emit: Emitter, node: Node) -> Node | None:
+    if not is_of_numbers(node):
+        return None
+    every, dim, index, *rows = node.args
+    numbers: Any = index.args[0]  # type: ignore[union-attr]
+    lead = emit.sizes(numbers)[:-1]
+    at = []
+    for each, size in enumerate(lead):
+        if each == dim % (len(lead) + 1):  # type: ignore[operator]
+            at.append(emit.reshape(numbers, lead))
+        else:
+            ones = [size if other == each else 1 for other in range(len(lead))]
+            at.append(emit.reshape(emit.iota(size, numbers), ones))
+    if not rows:
+        return emit.call(aten.index.Tensor, every, at)
+    return emit.call(aten.index_put.default, every, at, rows[0], True)
+
+
 def _dim(dim: Any, node: Node) -> int | None:
     """A dimension of rows; None of columns."""
     rank = len(shape_of(node))
@@ -163,4 +197,6 @@ _SPELLINGS: dict[Any, Callable[[Emitter, Node], Node | None]] = {
     aten.slice_scatter.default: _overwritten,
     aten.select_scatter.default: _overwritten,
     aten.add.Tensor: _added_to_zero,
+    aten.gather.default: _by_numbers,
+    aten.scatter_add.default: _by_numbers,
 }

@@ -106,6 +106,21 @@ def rows_by_number(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
 
 
 @moved("4")
+def gathered_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    rows = row_numbers(target)[:, None].expand(-1, logits.shape[-1])
+    return values_of(logits.gather(0, rows), target[:4])
+
+
+@moved("4")
+def gathered_positions(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    """Two of each sequence, as reward models take the last one."""
+    logits = hidden[:6].view(2, 3, HIDDEN) @ weight.t()
+    places = (target[:4] % 3).view(2, 2, 1).expand(-1, -1, logits.shape[-1])
+    return values_of(logits.gather(1, places).flatten(0, 1), target[:4])
+
+
+@moved("4")
 def selected_rows(hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Outputs:
     logits = F.linear(hidden, weight, bias)
     return values_of(logits.index_select(0, row_numbers(target)), target[:4])
@@ -207,7 +222,8 @@ def test_moved(fn: Loss, rows: str, graphs: list[Graph]) -> None:
     compare(compiled(fn, chunk_mib=4 * VOCAB), fn)
     report = last_report()
     (note,) = told(report)
-    total = 6 if fn in (rows_of_pairs, behind_a_temperature_of_each_sequence) else ROWS
+    of_six = (rows_of_pairs, behind_a_temperature_of_each_sequence, gathered_positions)
+    total = 6 if fn in of_six else ROWS
     assert note.startswith(f"rows computed: {rows} of {total} of the logits at {__file__}:")
     assert note.endswith("; the others are unread")
     assert report["rejections"] == []
