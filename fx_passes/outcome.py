@@ -1,7 +1,7 @@
-"""The configuration of the fusing pass and the answer of every pass: plain frozen values.
+"""The configuration of the fusing pass and the result of every pass: plain frozen values.
 
-Entry points: `FuseConfig` goes into `fuse`; each pass answers an `Outcome`, and `Outcome.then` adds those up.
-Symbolic sizes are kept as their text, so that a report can be made of it after the graph is gone.
+Entry points: `FuseConfig` goes into `fuse`; each pass returns an `Outcome`, and `Outcome.then` adds those up.
+Symbolic sizes are kept as text, because a report outlives its graph.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class FuseConfig:
     """What the pass may assume and must keep.
 
     Attributes:
-        formulas: what the fused operators compute.
-        min_vocab: smallest last dimension that is taken for a vocabulary.
-        save: what backward reads, "logits" (recompute the exponentials) or "softmax" (keep and reuse the buffer).
+        formulas: the formulas of the fused operators.
+        min_vocab: smallest last dimension treated as a vocabulary.
+        save: the tensor read by backward, "logits" (recompute the exponentials) or "softmax" (keep and reuse the
+            buffer).
         verify: run the region before and after on random data and refuse on a mismatch.
         merge_collectives: exchange the row values of a vocabulary-parallel loss by one all-gather.
     """
@@ -43,13 +44,13 @@ class FuseConfig:
 
 
 class CannotExchange(RuntimeError):
-    """This rank alone cannot exchange what the others do: going on would hang all of them."""
+    """This rank alone cannot exchange the values that the others exchange: going on would hang all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """One fused value: what it is ("statistics", "gradient", "log-prob", "entropy or expected value", ...), where the
-    user wrote it, its shape (symbolic sizes as text) and dtype.
+    """One fused value: its kind ("statistics", "gradient", "log-prob", "entropy or expected value", ...), its line of
+    the user's code, its shape (symbolic sizes as text) and dtype.
     """
 
     kind: str
@@ -60,7 +61,7 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Something that was left as it was: why, at which node, at which line of the user's (`file:line` or "")."""
+    """A refusal: the reason, the node, and the line of the user's code (`file:line` or "")."""
 
     reason: str
     node: str = ""
@@ -73,17 +74,24 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a pass did to one graph; of `fuse`, `fused` is empty exactly if the graph is unchanged.
+    """The effect of a pass on one graph. For `fuse`, `fused` is empty if and only if the graph is unchanged.
 
-    `wide_before` and `wide_after` count the full-vocabulary values apart from the roots and the gradients that leave;
-    `stored` those that are in memory when the compiled graph runs (`stored.py`), and logits of a matmul that are whole;
-    `saved_bytes_*` are the bytes of full-vocabulary values of forward that backward reads, which the compiler may save
-    or compute again; `collectives_*` count the functional collectives of the graph; `chunked_heads` the matmuls whose
-    logits are never whole; `rounded_to` is the narrowest dtype that the program rounds full-vocabulary values to and
-    the rewrite does not (the notes tell where). `changed` counts a pass's edits; `gone` are targets and lines of nodes
-    that an earlier pass may have refused and this one has removed; `decisions` are about gradients in place,
-    `returned` about logits among the outputs. `early`: a loop over rows takes gradients in forward. `added_to` adds
-    this to what came before, where that is no sum.
+    Attributes:
+        wide_before: full-vocabulary values apart from roots and gradients leaving the graph; `wide_after` likewise.
+        stored: those in memory when the compiled graph runs (`stored.py`), and full logits of a matmul.
+        saved_bytes_before: bytes of forward's full-vocabulary values read by backward; the compiler may save or
+            recompute them. `saved_bytes_after` likewise.
+        collectives_before: functional collectives of the graph; `collectives_after` likewise.
+        chunked_heads: matmuls without full logits.
+        rounded_to: the narrowest dtype to which the program, but not the rewrite, rounds full-vocabulary values; the
+            notes give the lines.
+        changed: number of the pass's edits.
+        gone: targets and lines of nodes that an earlier pass may have refused and this one has removed.
+        decisions: about gradients in place.
+        returned: logits among the outputs.
+        early: a loop over rows takes gradients in forward.
+        one_chunk: no loop over rows was made because it would have one chunk.
+        added_to: adds this to the outcome of the passes before, if that is no sum.
     """
 
     fused: tuple[Fused, ...] = ()
@@ -103,10 +111,11 @@ class Outcome:
     decisions: tuple[Decision, ...] = ()
     returned: Returned | None = None
     early: bool = False
+    one_chunk: bool = False
     added_to: Callable[[Outcome], Outcome] | None = None
 
     def then(self, later: Outcome) -> Outcome:
-        """What both have done, one pass after the other, to the same graph."""
+        """The outcome of both passes, one after the other, on the same graph."""
         if later.added_to is not None:
             added, changed = later.added_to(self), self.changed + later.changed
             return dataclasses.replace(added, changed=changed, early=self.early or later.early)
@@ -119,6 +128,7 @@ class Outcome:
             rounded_to=later.rounded_to or self.rounded_to,
             returned=later.returned or self.returned,
             early=self.early or later.early,
+            one_chunk=self.one_chunk or later.one_chunk,
         )
 
 

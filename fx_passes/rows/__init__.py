@@ -119,11 +119,13 @@ class RowsOutcome:
 
     Attributes:
         left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
+        one_chunk: a loop would have one chunk only, so none was made.
     """
 
     loops: tuple[Looped, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     left: int = 0
+    one_chunk: bool = False
 
     def added_to(self, outcome: Outcome) -> Outcome:
         """`outcome` of the passes before, with this one's."""
@@ -133,12 +135,18 @@ class RowsOutcome:
             before = max(outcome.wide_before, self.left + sum(each.values for each in self.loops))
             after = min(outcome.wide_after, self.left) if outcome.wide_before else self.left
             outcome = dataclasses.replace(outcome, wide_before=before, wide_after=after)
+        one_chunk = self.one_chunk and bool(kept)
+        said = [*(str(each) for each in self.loops), *([_ONE_CHUNK] if one_chunk else [])]
         return dataclasses.replace(
             outcome,
             rejections=(*kept, *self.rejections),
             stored=min(outcome.stored, len(kept) + sum(each.whole for each in self.loops)),
-            notes=(*outcome.notes, *dict.fromkeys(str(each) for each in self.loops)),
+            notes=(*outcome.notes, *dict.fromkeys(said)),
+            one_chunk=one_chunk,
         )
+
+
+_ONE_CHUNK = "all rows fit into one chunk (option chunk_mib): no loop is needed at this size"
 
 
 def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
@@ -172,19 +180,22 @@ def _dtypes(graph: Graph) -> list[torch.dtype]:
 def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> RowsOutcome:
     looped: list[Looped] = []
     rejections: list[Rejection] = []
+    one_chunk = False
     work_on_parts(graph, config.min_vocab)
     for forward in (False, True):
         for region in regions_of(graph, config.min_vocab):
             emit = Emitter(graph, fake_mode)
             try:
-                looped += _rewritten(graph, region, emit, config, forward and bool(looped))
+                made = _rewritten(graph, region, emit, config, forward and bool(looped))
+                one_chunk |= made is None
+                looped += made or []
             except Refused as refused:
                 emit.discard()
                 rejections.append(
                     Rejection.at(refused.reason, refused.node or next(iter(region.steps)))
                 )
     left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
-    return RowsOutcome(tuple(looped), tuple(rejections), left)
+    return RowsOutcome(tuple(looped), tuple(rejections), left, one_chunk)
 
 
 def _is_left(node: Node, min_vocab: int) -> bool:
@@ -195,12 +206,14 @@ def _is_left(node: Node, min_vocab: int) -> bool:
 
 def _rewritten(
     graph: Graph, region: Region, emit: Emitter, config: RowsConfig, beside: bool
-) -> list[Looped]:
-    """The loops that are put in the place of `region`, `beside` others or alone."""
+) -> list[Looped] | None:
+    """Puts loops in the place of `region`, `beside` others or alone; None if all rows fit into one chunk."""
     plan = _planned(graph, region, config)
     sizes = [_sizes_of(loop, region, config) for loop in plan.loops]
-    if not plan.loops or all(each.whole for each in sizes) or not _pays(plan, region, beside):
+    if not plan.loops or not _pays(plan, region, beside):
         return []
+    if all(each.whole for each in sizes):
+        return None
     _check_unchanged(graph, plan.loops, region)
     spared = [len(loop.spared(region)) for loop in plan.loops]
     for node in graph.nodes:

@@ -132,6 +132,7 @@ def _report(graph: Graph, outcome: Outcome, config: Config, record: Record) -> N
     record.grad_in_forward |= outcome.early or any(n.target is ops.linear_row_both for n in nodes)
     if nodes:
         outcome = dataclasses.replace(outcome, stored=outcome.stored + stored_values(graph))
+    record.one_chunk |= outcome.one_chunk
     part = describe(graph, outcome, len(nodes), config.min_vocab)
     small = _small(graph, config)
     carrying = [n for n in nodes if n not in small]

@@ -109,9 +109,12 @@ def _restored(before: dict[GraphModule, Graph], target: GraphModule | Graph) -> 
 
 
 def tell_nothing_fused(record: Record) -> None:
-    """Logs, once for each function, that a graph with a vocabulary is as it was, and the first reason."""
+    """Logs, once for each function, that a graph with a vocabulary is as it was, and the first reason.
+
+    Exception: where all rows fit into one chunk there is nothing to save; the report has a note.
+    """
     graph = record.result()
-    unfused = graph.has_vocabulary and not (graph.operators or graph.failed)
+    unfused = graph.has_vocabulary and not (graph.operators or graph.failed or record.one_chunk)
     if unfused and graph.rejections and record.name not in _unfused:
         _unfused.add(record.name)
         first = graph.rejections[0]

@@ -30,6 +30,7 @@ from slime_compile.dry_run.own_code import check_callable, with_own_code, withou
 from slime_compile.dry_run.scratch import Scratch
 from slime_compile.dry_run.untouched import Untouched, untouched
 from slime_compile.dynamo.frames import Watch
+from slime_compile.report.text import size
 from slime_compile.torch_private import (
     FakeTensorMode,
     MemTracker,
@@ -55,8 +56,8 @@ class Estimate:
 
     def __str__(self) -> str:
         return (
-            f"estimated peak {self.peak_bytes / 2**30:.2f} GiB (forward "
-            f"{self.forward_bytes / 2**30:.2f}, inputs {self.inputs_bytes / 2**30:.2f})"
+            f"estimated peak {size(self.peak_bytes)} (forward {size(self.forward_bytes)}, "
+            f"inputs {size(self.inputs_bytes)})"
         )
 
 

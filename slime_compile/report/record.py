@@ -50,6 +50,7 @@ class Record:
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
         grad_in_forward: forward takes a gradient with respect to an lm_head's operands.
+        one_chunk: all rows of a loop over rows fit into one chunk, so there is none.
         training: a graph of it has a backward part.
         abandoned: the fused graph could not be compiled; the passes leave it alone.
         raised: what ended the compilation, if anything did.
@@ -78,6 +79,7 @@ class Record:
         self.compile_id = compile_id
         self.has_vocabulary = has_vocabulary
         self.grad_in_forward = False
+        self.one_chunk = False
         self.training = False
         self.abandoned = False
         self.raised = ""

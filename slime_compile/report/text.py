@@ -103,7 +103,7 @@ def _graph(graph: Fields) -> list[str | Table]:
     if graph["wide_before"] or graph["values"]:
         parts.append(
             f"full-vocabulary values {graph['wide_before']} -> {graph['wide_after']}{_stored(graph)}, read by backward "
-            f"{_size(graph['saved_bytes_before'])} -> {_size(graph['saved_bytes_after'])}"
+            f"{size(graph['saved_bytes_before'])} -> {size(graph['saved_bytes_after'])}"
         )
     if graph["collectives_before"]:
         parts.append(f"collectives {graph['collectives_before']} -> {graph['collectives_after']}")
@@ -165,7 +165,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Bytes, in the largest unit of which there is one."""
     unit = 0
     while count >= 1024 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1

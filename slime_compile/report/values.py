@@ -208,10 +208,10 @@ class Report:
                     " before the first backward" if any(g.cached for g in self.graphs) else ""
                 )
             elif any(each is not in_place for each in placed):
-                how = "over" if in_place else "beside"
+                where = "the logits'" if in_place else "its own"
                 open_ = placed.count(None)
                 yield (
-                    f"every gradient written {how} the logits, got {placed.count(in_place)} of {len(placed)}"
+                    f"every gradient in {where} buffer, got {placed.count(in_place)} of {len(placed)}"
                     + (
                         f" ({open_} decided at each call, consume_logits={in_place} decides now)"
                         if open_

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.cases.losses import Case
-from slime_compile import estimate_peak
+from slime_compile import Estimate, estimate_peak
 from slime_compile.ops import torch_calls
 from tests.backend.test_memory import (
     CASES,
@@ -63,7 +63,12 @@ def test_a_size_that_fits_no_card() -> None:
     found = estimate_peak(case.function(), *fake_arguments(case), consume_logits=True)
     assert found.inputs_bytes == pytest.approx(case.logits_bytes, rel=0.01)
     assert found.peak_bytes == pytest.approx(case.logits_bytes, rel=0.01)
-    assert "GiB" in str(found)
+    assert str(found).startswith("estimated peak 58.16 GiB (forward 58.1")
+
+
+def test_a_small_estimate_has_a_small_unit() -> None:
+    found = Estimate(inputs_bytes=1000, forward_bytes=3 << 19, peak_bytes=5 << 20)
+    assert str(found) == "estimated peak 5 MiB (forward 1.5 MiB, inputs 1000 B)"
 
 
 def test_real_arguments_stay_as_they_are() -> None:

@@ -466,11 +466,11 @@ def test_where_the_gradient_has_to_be() -> None:
     beside = explain(log_probs, consume_logits=False)(*data())
     assert "not in place: the logits are an input of the compiled function" in str(beside)
     beside.assert_fused(in_place=False)
-    with pytest.raises(AssertionError, match="written over the logits, got 0 of 1"):
+    with pytest.raises(AssertionError, match="in the logits' buffer, got 0 of 1"):
         beside.assert_fused(in_place=True)
     over = explain(log_probs, consume_logits=True)(*data())
     over.assert_fused(in_place=True)
-    with pytest.raises(AssertionError, match="written beside the logits, got 0 of 1"):
+    with pytest.raises(AssertionError, match="in its own buffer, got 0 of 1"):
         over.assert_fused(in_place=False)
     at_run_time = explain(log_probs)(*data())
     at_run_time.assert_fused()
@@ -811,3 +811,18 @@ def test_a_warning_where_nothing_is_fused(caplog: pytest.LogCaptureFixture) -> N
     (told,) = [r.getMessage() for r in caplog.records if "nothing is fused" in r.getMessage()]
     assert "refused (tests/report/test_report.py)" in told or f"refused ({__file__})" in told
     assert told.endswith("print(slime_compile.summary()) has all reasons")
+
+
+def test_no_warning_where_all_rows_fit_into_one_chunk(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop would save nothing, and the refusals are not why there is none."""
+
+    def squared(logits: Tensor) -> Tensor:
+        return logits.softmax(-1).cumsum(-1).square().sum()
+
+    for rows, fit in ((9, True), (900, False)):
+        logits = torch.zeros(rows, 2048, requires_grad=True)
+        torch.compile(squared, backend="slime_fused", options=INTERPRETED)(logits).backward()
+        report = str(slime_compile.reports()[-1])
+        assert ("all rows fit into one chunk (option chunk_mib)" in report) is fit
+        assert ("runs in 4 chunks of rows" in report) is not fit
+    assert not [r for r in caplog.records if "nothing is fused" in r.getMessage()]
