@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 JOBS ?= 2
 TESTS ?= tests
 
-.PHONY: test test-thorough test-capabilities test-cuda test-cuda-torch test-torch smoke-torch test-trainers bench bench-all fuzz mutants lint format
+.PHONY: test test-thorough test-capabilities test-cuda test-cuda-torch test-torch smoke-torch test-trainers bench bench-all fuzz mutants lint format site
 
 # Installs into a .venv that is there already, too. Of what megatron-core asks for, its cross entropies import
 # numpy and packaging only. It has no wheel for every Python.
@@ -120,3 +120,13 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# The documents as pages in build/site, links and anchors checked. Where mkdocs cannot be installed, it says so.
+SITE := .venv-site
+
+site:
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		mkdocs mkdocs-material mkdocs-same-dir || echo "mkdocs cannot be installed here: no site"
+	! test -x $(SITE)/bin/mkdocs \
+		|| NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(SITE)/bin/python -m mkdocs build
