@@ -1,9 +1,9 @@
 """In-place collectives in Dynamo's graph get the gradient of eager code.
 
-Entry point: `keep_eager_gradients`, before AOTAutograd. `dist.all_reduce(x)` in differentiable code changes the values
-of `x` and is nothing to autograd: the gradient passes as it is. Dynamo traces it as `x.copy_(wait(all_reduce(x)))`,
-whose derivative, since torch has one for the functional collectives, sums the gradient over the ranks: every gradient
-comes out multiplied by the number of ranks, without a word. Here it becomes `x.detach().copy_(wait(...).detach())`.
+Entry point: `keep_eager_gradients`, before AOTAutograd. In eager code autograd does not see `dist.all_reduce(x)`: it
+changes the values of `x`, and the gradient passes unchanged. Dynamo traces it as `x.copy_(wait(all_reduce(x)))`.
+Torch's derivative of the functional collective sums the gradient over the ranks, so every gradient would silently be
+multiplied by the number of ranks. This pass writes `x.detach().copy_(wait(...).detach())` instead.
 """
 
 from __future__ import annotations

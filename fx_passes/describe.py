@@ -22,7 +22,7 @@ _SUMMED = {aten.sum.dim_IntList, aten.sum.default}
 
 
 def describe(walk: Walk, live: set[Node]) -> Iterator[Fused]:
-    """What is fused of what is computed in the end."""
+    """The fused values among the nodes computed in the end."""
     account = walk.account
     for node, (label, _) in account.row_values.items():
         if used_by_user(walk, node, live):
@@ -50,7 +50,7 @@ def _fused(kind: str, origin: Node, node: Node) -> Fused:
 
 
 def gradients_that_come_in(walk: Walk) -> Iterator[str]:
-    """Logits that the caller may go on with have a gradient of their own, as large as they are."""
+    """Logits read by the caller's own code get a gradient from there, as large as they are."""
     for leaving in walk.account.leaving.values():
         tangents = what_comes_in(leaving.form)
         if any(is_of_changed_input(each) for each in tangents):
@@ -66,7 +66,7 @@ def gradients_that_come_in(walk: Walk) -> Iterator[str]:
 
 
 def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
-    """The first refusal at each node whose operands a softmax root is in, and the verdict on each refused root."""
+    """The first refusal at each node with a softmax root among its operands, and the verdict on each refused root."""
     roots = walk.account.softmax_roots
     result: dict[Node, Rejection] = {}
     for refusal in walk.account.refusals:
@@ -85,12 +85,12 @@ def rejections_of(walk: Walk, verdict: Verdict) -> dict[Node, Rejection]:
 
 
 def _reads_gradient(node: Node) -> bool:
-    """A matmul of backward takes the gradient of the logits: that is where it is wanted in full."""
+    """A matmul of backward reads the gradient of the logits, so the gradient must be in memory."""
     return node.target in MATMULS and is_backward(node)
 
 
 def without_a_softmax(graph: Graph, config: FuseConfig) -> Outcome:
-    """Why nothing was even tried: there is no softmax of what is as wide as a vocabulary, or nothing as wide."""
+    """The reason if no rewrite was tried: no softmax over a value as wide as a vocabulary, or no such value."""
     if not any(is_wide(node, config.min_vocab) for node in graph.nodes):
         return Outcome(rejections=_too_small(graph, config))
     wide = f"a last dimension of min_vocab={config.min_vocab} or more"
@@ -99,7 +99,7 @@ def without_a_softmax(graph: Graph, config: FuseConfig) -> Outcome:
 
 
 def _too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
-    """The first softmax over a last dimension that is not taken for a vocabulary; SiLU and sigmoid are none."""
+    """The first softmax over a last dimension below `min_vocab`. SiLU and sigmoid do not count."""
     exponentials = graph.find_nodes(op="call_function", target=aten.exp.default)
     softmaxes = {source_of(n) for n in exponentials if any(u.target in _SUMMED for u in n.users)}
     for node in exponentials:
@@ -113,7 +113,7 @@ def _too_small(graph: Graph, config: FuseConfig) -> tuple[Rejection, ...]:
 
 
 def saved_bytes(graph: Graph, wide: set[Node]) -> int:
-    """Bytes of full-vocabulary values (the logits too) that forward makes or is given and backward reads."""
+    """Bytes of full-vocabulary values, logits included, given to or computed in forward and read by backward."""
     vocabularies = {str(shape_of(node)[-1]) for node in wide if shape_of(node)}
     kept: dict[Node, int] = {}
     for node in filter(is_backward, graph.nodes):

@@ -5,8 +5,8 @@ Entry point: `share_heads`. A program that reads deferred logits twice has their
 
     d hidden = d first @ weight + d second @ weight  ->  (d first + d second) @ weight
 
-The graph is functional: equal operators on equal operands are equal, whatever the program hooks or changes in place.
-Exception: memory that the graph returns stays apart, since the caller may write to one of two returned values.
+The graph is functional: equal operators on equal operands are equal, also if the program has hooks or changes values in
+place. Exception: returned values keep separate memory, since the caller may write to one of them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _LINEAR: dict[Any, tuple[int, ...]] = {
         RESHAPES | TURNS | CASTS | {aten.sum.dim_IntList, aten.div.Tensor, aten.neg.default}, (0,)
     ),
 }
-"""In which arguments; a scatter where the other is zero."""
+"""The arguments in which an operator is linear; a scatter only if the other one is zero."""
 
 
 def share_heads(graph: Graph, min_vocab: int) -> int:
-    """Makes equal matmuls in forward one.
+    """Merges equal matmuls in forward.
 
     Args:
         graph: a joint or inference graph.
-        min_vocab: the smallest last dimension that is taken for a vocabulary.
+        min_vocab: the smallest last dimension treated as a vocabulary.
 
     Returns:
-        How many matmuls are gone.
+        The number of removed matmuls.
     """
     heads = [n for n in graph.nodes if _is_head(n, min_vocab)]
     fake_mode = detect_fake_mode([value(node) for node in heads])
@@ -80,7 +80,7 @@ def _are_computed_together(node: Node, other: Node) -> bool:
 
 
 def _factor_out(emit: Emitter, node: Node, of_products: bool = True) -> None:
-    """f(one) + f(other) = f(one + other), where f is linear and, if `of_products`, a matmul is in it."""
+    """f(one) + f(other) = f(one + other) for a linear f; with `of_products`, f must contain a matmul."""
     if node.kwargs or len(node.all_input_nodes) != 2:
         return
     one, other = node.all_input_nodes
@@ -100,7 +100,9 @@ def _factor_out(emit: Emitter, node: Node, of_products: bool = True) -> None:
 
 
 def _only_difference(emit: Emitter, one: Node, other: Node) -> int | None:
-    """The argument in which two calls of a linear operator differ; None where there is no such, or another reader."""
+    """The one argument in which two calls of a linear operator differ. None if there is no such argument, or a call has
+    another reader.
+    """
     if one.target is not other.target or one.target not in _LINEAR or one.kwargs != other.kwargs:
         return None
     if len(one.args) != len(other.args) or not is_float_tensor(one):

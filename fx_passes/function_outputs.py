@@ -1,9 +1,9 @@
 """Drops unread outputs of an `autograd.Function` from Dynamo's graph.
 
-Entry point: `drop_unread_outputs`, before AOTAutograd. Torch 2.11 lets the forward of an `autograd_function_apply`
-return every value inside it as well. Where one of them is what an in-place operator or a wait hands on, one
-tensor is returned twice; autograd gives its gradient to the later place, which backward ignores: the gradient comes out
-as zero, with any backend and without a word. Newer releases return what the function returns; nothing is found there.
+Entry point: `drop_unread_outputs`, before AOTAutograd. In torch 2.11 the forward of an `autograd_function_apply` may
+return every value inside it as well. If an in-place operator or a wait passes one of them on, the same tensor is
+returned twice. Autograd assigns its gradient to the later place, which backward ignores: the gradient is silently zero,
+with any backend. Newer releases return the function's own outputs only, and this pass finds nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _drop(module: GraphModule, call: Node) -> int:
 
 
 def _body(module: GraphModule, argument: object) -> GraphModule | None:
-    """The graph that one call, and no other, has for its forward or backward."""
+    """The forward or backward graph used by one call and no other."""
     if not isinstance(argument, Node) or argument.op != "get_attr":
         return None
     same = module.graph.find_nodes(op="get_attr")
@@ -68,7 +68,7 @@ def _body(module: GraphModule, argument: object) -> GraphModule | None:
 
 
 def _renumber(call: Node, kept: list[int]) -> None:
-    """What `call` says about its outputs, and who reads them, in the numbers of those that are kept."""
+    """Renumbers the outputs in the call's arguments and in its readers: the kept ones only."""
     place = {old: new for new, old in enumerate(kept)}
     for user in list(call.users):
         user.args = (call, place[user.args[1]])  # type: ignore[index]

@@ -1,7 +1,7 @@
 """`fuse`: walks the joint graph, judges every root, and rewrites the graph or leaves it as it was.
 
-A walk only adds nodes that nothing uses yet, so a refusal takes them away again. All decisions depend on the graph and
-the configuration alone, never on time, memory or rank.
+A walk only adds unused nodes, so a refusal removes them again. All decisions depend on the graph and the configuration
+alone, never on time, memory or rank.
 """
 
 from __future__ import annotations
@@ -85,19 +85,19 @@ def _fuse_verified(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) 
 # -- rounds -------------------------------------------------------------------------------------------
 
 # NOTE [Why the graph is walked several times]
-# A walk takes every wide floating value that it does not understand for a root, since only the values that follow say
-# what is a root and what pays. Then it is judged, and walked again with the accepted roots only: a value that was over
-# a refused root is an ordinary node now, and may be a root itself, or an operand that a rule refuses. That can change
-# the verdict on others, so it goes on until the accepted roots are all that a rule was asked about: another walk would
-# be the same, so what is rewritten is what was judged. Roots only ever leave, unless a value that the graph returns
-# changed (`logits / t`) is found to be better read as it is (a barrier), or logits that forward changes turn out to be
-# read in backward: then all begins anew, with one barrier more or one root less. That can happen finitely often; the
-# programs of the tests need one to three rounds. Where `MAX_ROUNDS` are not enough, the graph stays as it was.
+# In the first walk every wide floating value of unknown origin is a root, since only later values show the real roots
+# and the savings. `judge` then accepts some roots, and the next walk has these only. A value over a refused root
+# becomes an ordinary node: possibly a root itself, or an operand refused by a rule. That may change other verdicts, so
+# walking goes on until every root seen by a rule is accepted. Another walk would then be equal, so the rewrite is the
+# judged one. Roots only leave, with two exceptions: a changed value that the graph returns (`logits / t`) becomes a
+# barrier, read as it is; or backward turns out to read logits changed by forward, and these are no root. Then walking
+# begins anew, with one barrier more or one root less, finitely often. The programs of the tests need one to three
+# rounds. After `MAX_ROUNDS` the graph stays as it was.
 
 
 @dataclass
 class _Rounds:
-    """What is known between two walks."""
+    """The state between two walks."""
 
     changes: Changes
     only: frozenset[Node] | None = None
@@ -105,7 +105,7 @@ class _Rounds:
     rejections: dict[Node, Rejection] = field(default_factory=dict)
 
     def settled(self, walk: Walk) -> bool:
-        """Judges a walk; False where another one is needed."""
+        """Judges a walk; False if another one is needed."""
         verdict = judge(walk)
         self.rejections.update(rejections_of(walk, verdict))
         read = walk.account.returned | _rounded_and_read(walk)
@@ -144,7 +144,7 @@ def _fuse(graph: Graph, config: FuseConfig, fake_mode: FakeTensorMode) -> Outcom
 
 
 def _read_in_backward(walk: Walk) -> set[Node]:
-    """Logits that forward changes and that something reads which forward does not need."""
+    """Logits changed by forward with a reader that forward does not need."""
     left = walk.context.changes.left
     if not left or any(map(exchanges, walk.graph.nodes)):
         return set()  # a rank without a gradient cannot know: there backward reads a copy
@@ -152,12 +152,12 @@ def _read_in_backward(walk: Walk) -> set[Node]:
     live = computed(walk.graph, replacements)
     late = live - computed(walk.graph, replacements, forward=True)
     read = {replacements.get(arg, arg) for node in late for arg in _read_by(node)}
-    aliases = Aliases(walk.graph)  # of the views, too, that the walk has added
+    aliases = Aliases(walk.graph)  # also of the views added by the walk
     return {root for root in left if not read.isdisjoint(aliases.of(root))}
 
 
 def _read_by(node: Node) -> list[Node]:
-    """The inputs whose values matter: a copy writes over its first."""
+    """The inputs with a meaning for the result. Exception: `copy_` overwrites its first."""
     return node.all_input_nodes[1:] if node.target is aten.copy_.default else node.all_input_nodes
 
 
@@ -176,14 +176,14 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
     wide |= {n for n in graph.nodes if n in account.gradients or _is_wide_copy(walk, n)}
     gradients = {n for n in account.gradients if is_backward(n)}
     after = [node for node in graph.nodes if node in wide - gradients]
-    # where nothing is left of these logits, what a rule refused is made of them as they are (their `topk`), or of
-    # their gradient once it has left
+    # If no value of these logits remains, the refused nodes read the logits themselves (their `topk`), or their
+    # gradient outside the rewritten part.
     kept = set() if after else {refusal.node for refusal in account.refusals}
     noted = {n: text for n, (root, text) in account.notes.items() if root in account.softmax_roots}
     rounded = [value(node).dtype for node in (*noted, *_rounded(walk))]
     return Outcome(
         fused=fused,
-        # what a refused rule would have computed may not be needed in the end
+        # a refused node may be unused in the rewritten graph
         rejections=tuple(each for n, each in rejections.items() if n in live and n not in kept),
         wide_before=len(before),
         wide_after=len(after),
@@ -197,7 +197,7 @@ def _commit(walk: Walk, rejections: dict[Node, Rejection]) -> Outcome:
 
 
 def _rounded(walk: Walk) -> list[Node]:
-    """Multiples of logits that the program computes, and rounds, in half precision; the rewrite computes in float32."""
+    """Multiples of logits, computed and rounded by the program in half precision; the rewrite computes in float32."""
     values = walk.context.values.items()
     linear = [
         n for n, form in values if isinstance(form, Form) and form.is_affine and not form.is_row
@@ -206,13 +206,13 @@ def _rounded(walk: Walk) -> list[Node]:
 
 
 def _rounded_and_read(walk: Walk) -> set[Node]:
-    """What is rounded element by element, and the user's own nodes go on with: they must meet statistics of that."""
+    """Values rounded element by element and read by the user's own nodes: statistics must be of the rounded values."""
     rounded = {node for node in _rounded(walk) if _rounds(walk, node)}
     return rounded & computed(walk.graph, walk.account.replacements) if rounded else set()
 
 
 def _rounds(walk: Walk, node: Node) -> bool:
-    """More than log-probs are rounded, whose sum is that of the exact ones as nearly as they are."""
+    """Whether it rounds other values than log-probs. The statistics of log-probs are as exact as rounded log-probs."""
     form = walk.context.values[node]
     assert isinstance(form, Form)
     small = form.is_identity or walk.context.rows.without_offset(form.f, form.e)
@@ -253,7 +253,7 @@ def _rewrite(walk: Walk, wide: set[Node]) -> Merged:
 
 
 def _with_columns(walk: Walk) -> set[Node]:
-    """What may be full-vocabulary, by how it is made: rows may be as many as there are columns."""
+    """Full-vocabulary values by origin, not by size: there may be as many rows as columns."""
     masks = {node for node, meaning in walk.context.values.items() if isinstance(meaning, Mask)}
     made = descendants(walk.account.softmax_roots)
     return (made | masks) - numbers_per_row(walk.graph)
@@ -272,7 +272,7 @@ def _erase_exchanged(graph: Graph, replacements: Iterable[Node]) -> None:
 
 
 def _leave_out_unread_statistics(graph: Graph) -> None:
-    """Statistics that nothing reads need not be computed: half the time of those of a plain cross entropy."""
+    """Unread statistics are not computed. They take half of the time of a plain cross entropy's statistics."""
     operators = graph.find_nodes(op="call_function", target=torch.ops.slime_fused.row_stats.default)
     for node in operators:
         read = {user.args[1] for user in node.users}
@@ -280,7 +280,7 @@ def _leave_out_unread_statistics(graph: Graph) -> None:
 
 
 def _is_wide_copy(walk: Walk, node: Node) -> bool:
-    """A copy of the logits that a row move needs (a reshape of rows that are no view)."""
+    """A copy of the logits for a row move (a reshape of rows that is no view)."""
     if node not in walk.context.emitter.packed:
         return False
     copies = any(step.copies for step in walk.context.roots.steps.values())

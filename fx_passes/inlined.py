@@ -1,7 +1,7 @@
 """Fused operators on few elements become their formulas; the compiler fuses these with their neighbours.
 
-Entry points: `inline` on a graph after partitioning, where nothing is ever recomputed or saved anew; `is_small`, which
-also the joint graph can be asked. A call of an operator takes longer than its work where the logits have few elements.
+Entry points: `inline` on a graph after partitioning, when saved and recomputed values are decided; `is_small`, also for
+the joint graph. With few elements an operator call takes longer than its work.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 def is_small(node: Node, fewer_than: int) -> bool:
-    """Whether the logits that a fused operator reads are on the CPU and have fewer elements, whatever is called."""
+    """Whether the logits of a fused operator are on the CPU and have fewer elements, for any fused operator."""
     logits = value(node.args[0])
     known = logits.device.type == "cpu" and all(isinstance(size, int) for size in logits.shape)
     return known and math.prod(logits.shape) < fewer_than
 
 
 def inline(graph: Graph, nodes: Sequence[Node], formulas: Formulas) -> None:
-    """Puts formulas in the place of fused operators, which `is_small` is true of."""
+    """Replaces fused operators for which `is_small` is true by their formulas."""
     fake_mode = detect_fake_mode([value(node) for node in graph.nodes])
     assert fake_mode is not None, graph
     emitter = Emitter(graph, fake_mode)
@@ -75,7 +75,7 @@ def _columns(emitter: Emitter, coefficient: Any, rows: Sequence[Any]) -> Any:
 
 
 def _number(emitter: Emitter, column: Node, sizes: Sequence[Any]) -> Node | float:
-    """The number that all rows of `column` have; itself, in these sizes, where that is not known."""
+    """The number in all rows of `column`; otherwise the column itself, in these sizes."""
     filled = under(column, RESHAPES | {aten.expand.default})
     number = filled.args[1] if filled.target is aten.full.default else None
     return number if isinstance(number, int | float) else emitter.reshape(column, sizes)

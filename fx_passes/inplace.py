@@ -1,20 +1,20 @@
-"""Writes a gradient over the logits it was made from: `row_grad` becomes another operator, after partitioning only.
+"""Lets a gradient overwrite the logits it was computed from: `row_grad` becomes another operator.
 
-Entry points: `mark_inputs` on the joint graph, where it is still known who the inputs are and what is returned;
-`inplace` on the backward graph. In a joint graph, a forward graph or an inference graph nothing is made in place (a
-mutating operator in the joint graph lets the partitioner move its users into the forward: wrong gradients, silently).
+Entry points: `mark_inputs` on the joint graph, whose inputs and results are still known; `inplace` on the backward
+graph. Nothing becomes in-place in a joint graph, a forward graph or an inference graph (with a mutating operator in the
+joint graph the partitioner may move its users into forward: wrong gradients, silently).
 
-    the logits are              the operator     it writes over them
-    made in this graph          row_grad_        always
-    written over with it        row_grad_        always: what a program does in place in backward (slime's entropy)
-    saved, and nobody else's    row_grad_over    unless the graph is retained, or somebody looked at what autograd saved
+    the logits are              the operator     it overwrites them
+    computed in this graph      row_grad_        always
+    overwritten with it anyway  row_grad_        always: the program works in place in backward (slime's entropy)
+    saved, donated              row_grad_over    unless the graph is retained, or code has read what autograd saved
     the caller's own            row_grad_over    consume_logits=True: unless the graph is retained
-    seen by the caller          row_grad_over    consume_logits="auto": where nobody else can see them at that moment
+    visible to the caller       row_grad_over    consume_logits="auto": if nothing else references them at that moment
 
-That the logits are nobody else's is what torch means by a donated activation. Never overwritten are outputs of this
-graph, inputs that the function changes, a leaf; logits that an alias of theirs still reads in this graph
-(`graph/aliases.py`); logits of another dtype or other strides than the gradient's. See NOTE [Readers of the logits] and
-NOTE [What is decided at run time].
+Torch calls saved logits without other references a donated activation. Never overwritten are: outputs of this graph,
+inputs changed by the function, a leaf, logits with an alias read later in this graph (`graph/aliases.py`), and logits
+of another dtype or other strides than the gradient's. See NOTE [Readers of the logits] and NOTE [What is decided at run
+time].
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _CHANGED = "the function changes them in place"
 
 
 Consume = Literal["auto", True, False]
-"""Whether logits that the caller passed in may be overwritten; "auto": if nothing else references them."""
+"""May the gradient overwrite logits passed in? "auto": if nothing else references them."""
 
 Owner = Literal["", "graph", "caller", "anyone"]
-"""Whose logits `row_grad_over` writes over, as it is told; "" where it is not needed."""
+"""The owner of the logits, as an argument of `row_grad_over`; "" if the operator needs none."""
 
 # NOTE [What is decided at run time]
-# `row_grad_over` decides at each call whether its result is the logits' memory or new; the values are the same either
-# way. To torch it is a function of its inputs that changes none. It is declared so since whoever makes copies on behalf
-# of a declared mutation (functionalization, aligned or static inputs) would copy the gradient back over logits that the
-# operator had left alone. So nothing but data may order it: every reader of the logits must be something that it is
-# computed from, or is given in `after`. And its inputs must not be memory that inductor reuses once they are read: a
-# graph in which something is decided at run time has no donated inputs (`slime_compile/backend/passes.py`).
+# `row_grad_over` decides at each call whether its result is the logits' memory or new memory; the values are equal. For
+# torch it is a function that changes no input. A declared mutation would make torch copy: functionalization, aligned
+# and static inputs copy the result back over the logits, also if the operator has not touched them. So only data
+# dependencies order it: the operator must depend on every reader of the logits, or get it in `after`. And inductor must
+# not reuse the memory of its inputs: a graph with decisions at run time has no donated inputs
+# (`slime_compile/backend/passes.py`).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Decision:
     Attributes:
         node: its name.
         source: the user's `file:line`.
-        in_place: whether it is written over the logits; where `owner` says so, at run time.
-        reason: why not.
-        owner: what is left to run time: "" nothing, see the table above for the others.
+        in_place: whether it overwrites the logits; with an `owner`, at run time.
+        reason: the reason against it.
+        owner: the decision left to run time: "" none, the others as in the table above.
     """
 
     node: str
@@ -77,10 +77,10 @@ class Decision:
 
 
 def mark_inputs(graph: Graph, held: dict[int, str]) -> None:
-    """Notes on the placeholders of a joint graph whether backward may write over them.
+    """Notes on the placeholders of a joint graph whether backward may overwrite them.
 
     Args:
-        held: inputs that may not be overwritten, by their position, and why ("they are a leaf", ...).
+        held: inputs that must not be overwritten, by position, and the reason ("they are a leaf", ...).
     """
     aliases = Aliases(graph)
     returned = aliases.of_outputs(graph)
@@ -103,13 +103,13 @@ def inplace(
     recorded: bool = False,
     beside: Collection[Node] = (),
 ) -> list[Decision]:
-    """Rewrites each `row_grad` of a backward graph that may write over its root.
+    """Rewrites each `row_grad` of a backward graph that may overwrite its root.
 
     Args:
-        donated: placeholders that only this graph can see.
-        consume_logits: whether the caller lets us overwrite logits that are inputs of the compiled function.
-        recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
-        beside: gradients that are left alone.
+        donated: placeholders referenced by this graph alone.
+        consume_logits: may the gradient overwrite logits that are inputs of the compiled function?
+        recorded: the graph is recorded and replayed without calling its operators (CUDA graphs).
+        beside: gradients to leave unchanged.
     """
     decisions: list[Decision] = []
     writers = (torch.ops.slime_fused.row_grad.default, torch.ops.slime_fused.row_loop.default)
@@ -128,7 +128,7 @@ def inplace(
         try:
             owner, after = _check(graph, aliases, gradient, donated, consume_logits)
             if gradient.of_loop and not owner:
-                continue  # its memory is the graph's own, which inductor reuses
+                continue  # the graph owns its memory, and inductor reuses it
             if recorded and owner == "graph":
                 owner = ""  # and torch refuses to retain the graph
             elif recorded and owner:
@@ -143,10 +143,10 @@ def inplace(
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """What `node` makes may take the place of `x`, which it reads.
+    """The result of `node` may overwrite `x`, an operand of it.
 
     Attributes:
-        over: of a loop, the number of x among its tensors with rows, and that of the result.
+        over: for a loop, the position of x among its tensors with rows, and that of the result.
     """
 
     node: Node
@@ -164,7 +164,7 @@ class _Gradient:
 
 
 def _gradients_of(node: Node) -> list[_Gradient]:
-    """Of a loop the first result that is laid out like the largest value that it reads: the logits."""
+    """For a loop, the first result with the layout of the largest value it reads: the logits."""
     if node.target is torch.ops.slime_fused.row_grad.default:
         return [_Gradient(node, node.args[0])]  # type: ignore[arg-type]
     rows: Any = node.args[0]
@@ -210,7 +210,7 @@ def _rewrite_loop(graph: Graph, gradient: _Gradient, owner: Owner, after: list[N
 
 
 def _write_over(graph: Graph, aliases: Aliases, node: Node) -> bool:
-    """Makes one operator of `node` and the copy of it over its own logits, if that is all that becomes of it."""
+    """Merges `node` and the copy of its result over its own logits, if the result has no other use."""
     x, copy = node.args[0], next(iter(node.users), node)
     assert isinstance(x, Node), node
     over = copy.target is aten.copy_.default and copy.args[0] is x
@@ -259,7 +259,7 @@ def _rewrite(graph: Graph, node: Node, owner: Owner, after: list[Node]) -> Node:
 
 
 def _others(graph: Graph, x: Node) -> list[Node]:
-    """Saved tensors that may share the caller's logits' memory at some later call, where the operator then refuses."""
+    """Saved tensors that may share the memory of the caller's logits at some later call; the operator then refuses."""
     given = graph.find_nodes(op="placeholder")
     return [n for n in given if n is not x and n.users and isinstance(value(n), torch.Tensor)]
 
@@ -270,7 +270,7 @@ def _others(graph: Graph, x: Node) -> list[Node]:
 def _check(
     graph: Graph, aliases: Aliases, gradient: _Gradient, donated: set[Node], consume_logits: Consume
 ) -> tuple[Owner, list[Node]]:
-    """Who owns the logits, see `Owner`; and where that is asked at run time, what has to run before."""
+    """The owner of the logits, see `Owner`; for a decision at run time, also the nodes that must run before."""
     x, node = gradient.x, gradient.node
     if not gradient.of_loop:
         _check_layout(x, node)
@@ -304,9 +304,10 @@ def _non_overlapping(logits: torch.Tensor) -> bool:
 
 
 # NOTE [Readers of the logits]
-# Inductor does not compute an element-wise reader where it stands in the graph but where its result is needed, and it
-# does not see that a custom operator writes over what is read (torch 2.13: tanh of the logits, used after `row_grad_`,
-# came out as tanh of the gradient). So a reader must either be a kernel by itself, or be needed by the gradient alone.
+# Inductor does not compute an element-wise reader at its place in the graph but where its result is needed, and it
+# does not see that a custom operator overwrites the reader's input (torch 2.13: tanh of the logits, used after
+# `row_grad_`, came out as tanh of the gradient). So a reader must be a separate kernel, or only the gradient may need
+# it.
 
 
 def _is_kernel(node: Node) -> bool:
@@ -333,7 +334,7 @@ def _check_readers(aliases: Aliases, x: Node, node: Node, copy: Node | None = No
 
 
 def _unordered(aliases: Aliases, x: Node, node: Node) -> Iterator[Node]:
-    """Results that tell that the readers of the logits which the gradient does not depend on have run."""
+    """Results of readers of the logits on which the gradient does not depend: if they exist, the readers have run."""
     users = dict.fromkeys(user for alias in aliases.of(x) for user in alias.users)
     readers = [user for user in users if user is not node and not aliases.only_views(user, x)]
     before = ancestors([node]) if readers else set()
@@ -388,7 +389,7 @@ def _check_consumed(owner: Node, x: Node, consume_logits: bool) -> None:
 
 
 def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:
-    """Two inputs may share storage at some later call; torch guards on that only where the forward mutates."""
+    """Two inputs may share storage at some later call; torch guards on that only if forward mutates one of them."""
     logits = value(x)
     for other in graph.find_nodes(op="placeholder"):
         wide = value(other)
@@ -399,5 +400,5 @@ def _check_other_inputs(graph: Graph, aliases: Aliases, x: Node) -> None:
 
 
 def _wide(other: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Has a vocabulary: numbers per row may be as many, where rows outnumber it."""
+    """May have a vocabulary. Numbers per row can be equally many if there are more rows than columns."""
     return other.dim() > 1 and not statically_known_true(other.shape[-1] < logits.shape[-1])

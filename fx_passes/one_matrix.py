@@ -51,7 +51,7 @@ def multiply_once(graph: Graph, min_vocab: int) -> int:
 
 
 def _matrix(node: Node) -> tuple[Node | None, bool]:
-    """The two dimensions that `node` repeats, and whether they are turned."""
+    """The matrix repeated by `node`, if it repeats one, and whether it is transposed."""
     turned = False
     while node.op == "call_function":
         inner: Node = node.args[0]  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """Full-vocabulary rows picked by an index and then summed: the sum over the vocabulary comes first.
 
-Entry point: `sum_first`, on the joint graph before `fuse`. `loss[mask].sum()` over `[..., V]`, how distillation drops
-the padding, writes the picked rows to memory, and backward scatters into zeros what is one number per row. As
-`loss.sum(-1)[mask].sum()` there are numbers per row only.
+Entry point: `sum_first`, on the joint graph before `fuse`. In `loss[mask].sum()` over `[..., V]`, the way distillation
+drops padding, forward writes the picked rows to memory, and backward scatters one number per row into zeros of full
+width. `loss.sum(-1)[mask].sum()` has numbers per row only.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _MEANS = {aten.mean.default, aten.mean.dim}
 
 
 def sum_first(graph: Graph, min_vocab: int) -> int:
-    """Sums rows `[..., V]` over the vocabulary before an index picks some of them, where they are summed after it.
+    """Sums rows `[..., V]` over the vocabulary before an index picks some of them, if they are summed after it.
 
     Args:
         graph: a functional ATen graph with fake values, decomposed.
-        min_vocab: the smallest last dimension that is taken for a vocabulary.
+        min_vocab: the smallest last dimension treated as a vocabulary.
 
     Returns:
-        How many picks, and gradients of picks, have numbers per row now; with 0 the graph is exactly as it was. A pick
-        stays where anything but sums and means over the vocabulary reads it; a gradient where it is no number per row,
-        or is read by anything but element-wise operators.
+        The number of picks, and gradients of picks, with numbers per row now; with 0 the graph is exactly as it was. A
+        pick stays if it has a reader other than sums and means over the vocabulary; a gradient stays if it is no number
+        per row, or has a reader other than element-wise operators.
     """
     picks = [n for n in _found(graph, aten.index.Tensor, min_vocab) if _is_summed(n)]
     puts = [n for n in _found(graph, aten.index_put.default, min_vocab) if _is_put_into_zeros(n)]
@@ -54,7 +54,7 @@ def sum_first(graph: Graph, min_vocab: int) -> int:
 
 
 def _found(graph: Graph, target: Any, min_vocab: int) -> list[Node]:
-    """Nodes that take, or write, whole rows of floating full-vocabulary values."""
+    """Nodes that take, or write, complete rows of floating full-vocabulary values."""
     nodes = graph.find_nodes(op="call_function", target=target)
     return [n for n in nodes if is_wide(n.args[0], min_vocab) and _takes_rows(n)]
 
@@ -96,7 +96,7 @@ def _dims(user: Node) -> list[int]:
 
 
 def _sum_first(emit: Emitter, pick: Node) -> None:
-    """The pick itself stays, for the size that it gives to the graph; it has one column now."""
+    """The pick itself stays, with one column, because the graph may read its size."""
     rows: Any = pick.args[0]
     readers = [user for user in pick.users if user.target in _SUMS]
     wide = torch.promote_types(value(rows).dtype, torch.float32)
@@ -154,7 +154,7 @@ def _put_numbers(emit: Emitter, put: Node) -> bool:
 
 
 def _one_column(emit: Emitter, node: Node) -> Node | None:
-    """Values that are the same in all columns, as `[..., 1]`; None where that is not seen."""
+    """Values equal in all columns, as `[..., 1]`; None if that is not known."""
     if not isinstance(value(node), torch.Tensor) or rank_of(node) == 0:
         return node
     if same(shape_of(node)[-1], 1):

@@ -1,6 +1,6 @@
 """The passes in their order, as data: `PASSES`.
 
-Entry points: `PASSES`, which the backend's runner, `doctor` and the documents read; `Config`, what a pass is told. A
+Entry points: `PASSES`, read by the backend's runner, `doctor` and the documents; `Config`, the input of a pass. A
 pass is `(graph, config) -> Outcome`: it edits the graph or leaves it exactly as it was. In the stage "dynamo" it gets
 the module, since Dynamo's graphs have graphs nested in them; in all others, the graph. A new pass is one line of
 `PASSES`.
@@ -57,17 +57,17 @@ class Inline:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the passes are told: by the user, and about the graph at hand.
+    """The configuration of the passes: from the user, and from the graph at hand.
 
     Attributes:
         by_rows: whether other row-by-row work runs over chunks of rows.
         lm_head: whether a head's matmul and its loss run in chunks.
-        small: which operators are formulas to the compiler; None where none is.
-        inlines: whether they are put in here; in a dry run the operators stand for them.
-        held: inputs that may not be overwritten, by their position, and why.
-        donated: positions of the placeholders that only the graph can see.
-        recorded: the graph is recorded and run again without its operators being called (CUDA graphs).
-        without: names of passes that do not run.
+        small: the operators compiled as formulas; None if there are none.
+        inlines: whether the formulas are inserted here; in a dry run the operators stand for them.
+        held: inputs that must not be overwritten, by position, and the reason.
+        donated: positions of the placeholders referenced by the graph alone.
+        recorded: the graph is recorded and replayed without calling its operators (CUDA graphs).
+        without: names of passes switched off.
     """
 
     fuse: FuseConfig
@@ -129,7 +129,9 @@ class Pass:
 
 
 _MOST_TAKEN = 7 / 8
-"""Of a matmul's rows: where more is read, a copy of hidden is the dearer of the two, unless values are left as wide."""
+"""Of a matmul's rows: if more are read, a copy of hidden costs more memory than unread rows. Exception: other values of
+full width stay.
+"""
 
 
 def _counted(count: int) -> Outcome:
@@ -158,7 +160,7 @@ def _work_on_parts(graph: Graph, config: Config) -> Outcome:
             break
         if share == 1 and not fuse(trial_of(graph), config.fuse).wide_after:
             break
-        # where no matmul makes fewer rows the graph stays as it was
+        # the graph stays as it was if no matmul can compute fewer rows
         if _work_on_rows_taken(trial_of(graph), config, share).notes:
             outcome = outcome.then(_work_on_rows_taken(graph, config, share))
     return outcome
@@ -199,7 +201,7 @@ def _inline(graph: Graph, config: Config) -> Outcome:
 
 
 def small_nodes(graph: Graph, small: Inline) -> list[Node]:
-    """Fused operators that become formulas."""
+    """Fused operators compiled as formulas."""
     nodes = (node for node in graph.nodes if node.target in small.formulas.of)
     return [node for node in nodes if is_small(node, small.fewer_than)]
 
@@ -226,12 +228,12 @@ PASSES: tuple[Pass, ...] = (
          lambda gm, c: _counted(drop_unread_outputs(gm)), needed=True),
     Pass("collective_gradients", "dynamo", "in-place collectives keep the gradient of eager code",
          _keep_eager_gradients, needed=True),
-    Pass("returned_logits", "dynamo", "logits returned beside a loss have a gradient of their own", _detach_returned),
+    Pass("returned_logits", "dynamo", "logits returned next to a loss get their own gradient", _detach_returned),
     Pass("one_matrix", "joint", "a batch of matrices times one matrix is one matmul",
          lambda graph, c: _counted(multiply_once(graph, c.min_vocab)), _heads),
     Pass("equal_heads", "joint", "equal matmuls of heads become one",
          lambda graph, c: _counted(share_heads(graph, c.min_vocab))),
-    Pass("parts", "joint", "a matmul makes only the rows of logits that are read",
+    Pass("parts", "joint", "a head's matmul computes only the rows read by the loss",
          _work_on_parts, _heads),
     Pass("picked_rows", "joint", "rows picked and then summed are summed first",
          lambda graph, c: _counted(sum_first(graph, c.min_vocab))),

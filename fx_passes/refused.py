@@ -1,6 +1,6 @@
-"""`Refused`: why a value, a head, a loop or a gradient stays as it was.
+"""`Refused`: the reason for leaving a value, a head, a loop or a gradient unchanged.
 
-It is raised before anything is edited. Exception: a pass that it leaves has failed, and its runner restores the graph.
+It is raised before any edit. Exception: if a pass raises it, the pass has failed, and its runner restores the graph.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch.fx import Node
 
 
 class Refused(Exception):
-    """The reason, which the user reads; and the node at which it was found, where the handler does not know it."""
+    """The reason, for the user; and the node, if the handler does not know it."""
 
     def __init__(self, reason: str, node: Node | None = None) -> None:
         super().__init__(reason)

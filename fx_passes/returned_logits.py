@@ -1,10 +1,10 @@
-"""Logits returned beside a loss: detached in the graph, with their own way back to their inputs.
+"""Logits returned next to a loss: detached in the graph, with their own way back to their inputs.
 
-Entry point: `detach_returned`, on Dynamo's graph: AOTAutograd then gives backward a gradient of every output that may
-have one. Where the caller never differentiates the logits it is a tensor of zeros, as large as they are, to which the
-loss's gradient is added. Whether there is one is known when backward runs, and autograd calls only what has one. So
-the graph returns the logits without a gradient, and `Returned` says how to compute them again from values that are
-narrow: what calls the graph makes a node of autograd of that.
+Entry point: `detach_returned`, on Dynamo's graph. Without it AOTAutograd gives backward a gradient of every
+differentiable output. If the caller never differentiates the logits, that gradient is zeros, as large as the logits,
+and the loss's gradient is added to it. Only backward at run time knows which outputs have a gradient, and autograd
+calls only their nodes. So the graph returns the logits without a gradient, and `Returned` holds a computation of the
+logits from narrow values; the graph's caller makes an autograd node of it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ARITHMETIC: set[Any] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How logits among the outputs are made.
+    """The computation of logits among the outputs.
 
     Attributes:
-        output: their place among the outputs.
+        output: the position of the logits among the outputs.
         replay: computes them from the operands.
-        operands: places among the inputs, and behind them the outputs.
+        operands: positions among the inputs, followed by positions among the outputs.
     """
 
     output: int
@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Returned:
-    """What `detach_returned` has changed.
+    """The changes made by `detach_returned`.
 
     Attributes:
         added: outputs behind the user's.
@@ -67,13 +67,13 @@ class Returned:
 
 
 def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
-    """Detaches the returned logits that `gm` makes, where `gm` also returns what may be their loss.
+    """Detaches the returned logits computed by `gm`, if `gm` also returns a possible loss of theirs.
 
-    What they are made of, if `gm` is not given it, becomes an output behind the others.
+    Their operands become further outputs, unless they are inputs of `gm`.
 
     Args:
         gm: one of Dynamo's, with `meta["example_value"]`.
-        min_vocab: the smallest last dimension that is taken for a vocabulary.
+        min_vocab: the smallest last dimension treated as a vocabulary.
     """
     graph = gm.graph
     output = graph.output_node()
@@ -101,7 +101,7 @@ def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
 
 
 def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tuple[int, _Chain]]:
-    """Those of the outputs that may be detached, by their places."""
+    """The outputs that may be detached, by position."""
     usual, writes = _in_usual_modes(graph), Writes(graph)
     for place, node in enumerate(outputs):
         chain = _Chain(writes)
@@ -115,7 +115,7 @@ def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tu
 
 
 def _in_usual_modes(graph: Graph) -> set[Node]:
-    """The nodes where gradients, autocast and inference are as where the graph is called."""
+    """The nodes with the modes of the graph's call: gradients, autocast and inference."""
     given: Any = torch.is_grad_enabled()
     grad, depth, found = given, 0, set()
     for node in graph.nodes:
@@ -129,7 +129,7 @@ def _in_usual_modes(graph: Graph) -> set[Node]:
 
 
 def _hidden_of(node: Node) -> Node | None:
-    """The hidden states `[..., D]` of which a matmul with a matrix makes `node`; None where none does."""
+    """The hidden states `[..., D]`, if `node` is a matmul of them with a matrix; otherwise None."""
     place = _MATMULS.get(node.target)
     if place is None or node.op not in ("call_function", "call_method"):
         return None
@@ -144,12 +144,12 @@ def _hidden_of(node: Node) -> Node | None:
 
 
 class _Chain:
-    """How logits are made of values that are given, or as narrow as hidden states.
+    """The computation of logits from values that are inputs, or as narrow as hidden states.
 
     Attributes:
-        root: the logits that the chain begins with: a matmul's, or given ones.
-        made: what is computed again.
-        leaves: what it is computed of.
+        root: the logits at the start of the chain: a matmul's, or passed in.
+        made: the recomputed nodes.
+        leaves: their operands.
     """
 
     def __init__(self, writes: Writes) -> None:
@@ -159,7 +159,9 @@ class _Chain:
         self.leaves: dict[Node, None] = {}
 
     def leads_to(self, node: Node) -> bool:
-        """Whether `node` is a matmul's logits, or made of such or of given ones by operators that can be run again."""
+        """Whether `node` is logits of a matmul, or computed from such or from logits passed in, by repeatable
+        operators.
+        """
         if node.op == "placeholder":
             self.root = node
             self.leaves[node] = None
@@ -170,7 +172,7 @@ class _Chain:
             self.root = node
             self.leaves[hidden] = None
             weights = [each for each in node.all_input_nodes if each is not hidden]
-            # else a weight that is trained is nothing that its own gradient reads, and may be changed before
+            # without a gradient of hidden, autograd saves no weight: the program could change it before backward
             return _has_gradient(hidden) and all(map(self._is_weight, weights))
         inner, *others = sorted(node.all_input_nodes, key=_elements, reverse=True) or [node]
         if inner is node or not self._runs_again(node):
@@ -179,7 +181,7 @@ class _Chain:
         return _same_columns(node, inner) and all(map(_is_narrow, others)) and self.leads_to(inner)
 
     def _is_weight(self, node: Node) -> bool:
-        """Whether it is given, or made of what is by operators that can be run again."""
+        """Whether it is an input, or computed from inputs by repeatable operators."""
         if node.op == "placeholder":
             self.leaves[node] = None
             return True
@@ -226,7 +228,7 @@ def _is_narrow(node: Node) -> bool:
 
 
 def _is_hidden(node: Node, min_vocab: int) -> bool:
-    """Whether a head's matmul reads what is made of it: hidden states may be as wide as a vocabulary."""
+    """Whether a head's matmul reads a value computed from it: hidden states may be as wide as a vocabulary."""
     after = descendants([node]) - {node}
     return any(_hidden_of(each) is not None and _has_columns(each, min_vocab) for each in after)
 
@@ -243,7 +245,9 @@ def _has_gradient(node: object) -> bool:
 
 
 def _has_loss(outputs: Sequence[Any], logits: Node, chain: _Chain) -> bool:
-    """Another, smaller output has a gradient through the logits: else the caller makes the loss, of these logits."""
+    """Whether another, smaller output has a gradient through the logits. If not, the caller computes the loss from
+    them.
+    """
     after = descendants([chain.root] if chain.root is not None else [])
     losses = [each for each in outputs if each in after and _has_gradient(each)]
     return any(2 * _elements(each) <= _elements(logits) for each in losses)

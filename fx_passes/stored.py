@@ -3,10 +3,10 @@
 Entry point: `stored_values`. The logits do not count, nor does one gradient of each.
 
 NOTE [What is stored]
-Inductor computes element-wise values where they are read. A value is in memory where a kernel of its own makes it (a
-sort, a fused operator) or reads it (a matmul, a fused operator), and where the caller gets it. Backward reads what
-forward has stored, and computes the rest again. What is made element by element of a stored value that nothing else
-reads is written over that one.
+Inductor computes element-wise values where they are read. A value is in memory if a separate kernel computes it (a
+sort, a fused operator) or reads it (a matmul, a fused operator), and if the caller gets it. Backward reads values
+stored by forward and recomputes the rest. An element-wise function of a stored value without other readers overwrites
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ENDS = MATMULS | REDUCTIONS
 
 
 def stored_values(graph: Graph) -> int:
-    """How many, beside the logits that fused operators read and one gradient of each."""
+    """Their number, apart from the logits of fused operators and one gradient of each."""
     operators = [n for n in graph.nodes if _reads_logits(n)]
     roots = {under(n.all_input_nodes[0], VIEWS) for n in operators}
     wide = _wide(graph, roots)
@@ -53,7 +53,9 @@ def stored_values(graph: Graph) -> int:
 
 
 def _wide(graph: Graph, roots: set[Node]) -> set[Node]:
-    """What is made of the logits and is as wide; matmuls and sums, whose last dimension may be the same, are not."""
+    """Values computed from the logits and as wide. Exception: matmuls and sums, whose last dimension may be equal by
+    chance.
+    """
     found: set[Node] = set()
     for node in graph.nodes:
         made = not (found | roots).isdisjoint(node.all_input_nodes) or _reads_logits(node)
@@ -76,7 +78,7 @@ def _reads_logits(node: Node) -> bool:
 
 
 def _makes(node: Node) -> bool:
-    """A kernel of its own makes it."""
+    """A separate kernel computes it."""
     return not (is_elementwise(node) or node.target in _INLINED)
 
 
@@ -99,7 +101,7 @@ def _leaves(reader: Node) -> bool:
 
 
 def _written_over(graph: Graph, stored: set[Node], wide: set[Node]) -> set[Node]:
-    """Stored values in whose memory another one is made; each takes one at most."""
+    """Stored values overwritten by another one; each by one at most."""
     over: set[Node] = set()
     for node in graph.nodes:
         if node not in stored or _makes(node):
@@ -112,7 +114,7 @@ def _written_over(graph: Graph, stored: set[Node], wide: set[Node]) -> set[Node]
 
 
 def _operands(node: Node, stored: set[Node]) -> Iterable[Node]:
-    """The stored values that the kernel of an element-wise value reads."""
+    """The stored values read by the kernel of an element-wise value."""
     waiting, seen = list(node.all_input_nodes), set()
     while waiting:
         each = waiting.pop()
@@ -126,7 +128,7 @@ def _operands(node: Node, stored: set[Node]) -> Iterable[Node]:
 
 
 def _only_for(operand: Node, node: Node) -> bool:
-    """Nothing reads it after the kernel that makes `node`."""
+    """It has no readers after the kernel of `node`."""
     return all(user <= node for user in _readers(operand))
 
 

@@ -1,8 +1,8 @@
 """Every private interface of torch in `fx_passes`: its purpose, and the remedy if it is gone.
 
-Entry points: `from fx_passes.torch_private import <name>`, which looks the name up each time; `check`, `looked_up` and
-`find`, with which `slime_compile.torch_private` does the same for the backend's. A missing one gives one error that
-names this torch and what is missing. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
+Entry points: `from fx_passes.torch_private import <name>`, with a lookup each time; `check`, `looked_up` and `find`,
+used by `slime_compile.torch_private` for the backend's interfaces. A missing one raises one error with torch's version
+and the missing names. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
 """
 
 import importlib
@@ -179,10 +179,10 @@ def __getattr__(name: str) -> Any:
 
 
 def check(interfaces: Mapping[str, Interface]) -> None:
-    """Looks for those that are needed to compile.
+    """Looks for the interfaces needed to compile.
 
     Raises:
-        ImportError: naming this torch, and each interface that it lacks.
+        ImportError: with torch's version and each missing interface.
     """
     problems = _lacking(interfaces)
     if problems:
@@ -205,7 +205,7 @@ def looked_up(interfaces: Mapping[str, Interface], name: str) -> Any:
 
 
 def _lacking(interfaces: Mapping[str, Interface]) -> list[str]:
-    """What is wrong with those that are needed to compile."""
+    """The missing or different interfaces among those needed to compile."""
     found = (find(interface) for interface in interfaces.values() if interface.early)
     return [problem for _, problem in found if problem]
 
@@ -219,7 +219,7 @@ def find(interface: Interface) -> tuple[Any, str]:
     except ImportError as error:
         return None, f"{lost}: {error}"
     value = getattr(module, attribute, None)
-    if value is None:  # a module that its package does not import
+    if value is None:  # a module not imported by its package
         try:
             value = importlib.import_module(f"{module_name}.{attribute}")
         except ImportError:

@@ -1,7 +1,7 @@
 """Translation validation: run a graph and its rewrite on the same random data and compare the results.
 
 Entry points: `trial_of`, `mismatch`. Opt-in (`verify=True`), at compile time, at the sizes of the graph (hints for
-symbolic sizes), on the device of the inputs. Collectives are taken as if every rank had the same data.
+symbolic sizes), on the device of the inputs. Collectives run as if every rank had the same data.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def trial_of(graph: Graph) -> Graph:
 def mismatch(
     before: Graph, after: Graph, module: torch.nn.Module, narrow: torch.dtype | None = None
 ) -> str | None:
-    """Why the two graphs do not compute the same, or None if they do.
+    """The difference between the results of the two graphs, or None.
 
-    `narrow`: a dtype that values between are rounded to, other than those of the outputs.
+    `narrow`: the dtype of roundings inside the graph, if narrower than the outputs'.
     """
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -101,11 +101,11 @@ def _error(want: torch.Tensor, have: torch.Tensor) -> float:
 
 
 def _random(node: Node) -> Any:
-    """A value like the placeholder's, with what rules must not take for granted.
+    """A random value for a placeholder, also of kinds that rules must not exclude.
 
-    Integers are 0 or 1, which every row and vocabulary has. Floating values are normal numbers; a third of the rows (or
-    numbers) is zero, since a coefficient may be, and some are the same as the one before. None is infinite, since then
-    what is compared would be NaN.
+    Integers are 0 or 1, valid for every row and vocabulary. Floating values are normal numbers; a third of the rows (or
+    numbers) is zero, because a coefficient may be zero, and some are equal to the one before. None is infinite, because
+    the compared results would then be NaN.
     """
     fake = node.meta.get("val")
     if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -1,9 +1,10 @@
 """A gradient over reshaped logits becomes a gradient over the logits in their given shape.
 
-Entry point: `use_whole_logits`, on the joint graph after `fuse`. Where the loss starts with `logits.view(-1, V)`,
-`flatten` or `squeeze(0)`, `row_grad` reads the view, so the partitioner saves that: a tensor that has the logits'
-memory and nothing of what tells who else has it, neither autograd's version counter nor the caller's references. Rows
-are rows in any arrangement: the coefficients and the result are reshaped instead, and the logits themselves are saved.
+Entry point: `use_whole_logits`, on the joint graph after `fuse`. If the loss starts with `logits.view(-1, V)`,
+`flatten` or `squeeze(0)`, `row_grad` reads the view, and the partitioner saves the view. It has the logits' memory, but
+neither autograd's version counter nor the caller's references, so other users of the memory are invisible. Rows are
+rows in any arrangement: this pass reshapes the coefficients and the result instead, and the logits themselves are
+saved.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def use_whole_logits(graph: Graph) -> int:
 
 
 def _whole(x: Node) -> Node | None:
-    """The input that `x` is a reshape of, rows kept."""
+    """The input that `x` reshapes, with the same rows."""
     node = under(x, _SAME_ROWS)
     if node is x or node.op != "placeholder" or not rank_of(node):
         return None
@@ -62,7 +63,7 @@ def _whole(x: Node) -> Node | None:
 
 
 def _over(emit: Emitter, node: Node, whole: Node) -> Node:
-    """The gradient in the arrangement of `whole`, seen in that of `node`."""
+    """The gradient in the shape of `whole`, reshaped to that of `node`."""
     _, *coefficients, softmax, dtype, region = node.args
     rows = emit.sizes(whole)[:-1]
     inner = (2, 1, 1, 1)  # dimensions of a row's part of terms, affine, index, weight

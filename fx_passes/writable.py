@@ -20,20 +20,20 @@ LEAST_BYTES = 1 << 20
 
 # NOTE [Saved values that a compiler may write over]
 # Inductor computes an element-wise result in the memory of a donated input. Our backward graphs have none (NOTE [No
-# donated inputs] in `slime_compile/backend/passes.py`), which costs a buffer wherever the program's own arithmetic
-# goes on with something that was saved. So such an input goes through an operator that hands over its memory, or a copy
-# where the graph is retained. To the compiler it is a function of its input, whose result is new. Hence nothing else of
-# the graph may read that input, and no operator of ours, which asks for itself who else sees it.
+# donated inputs] in `slime_compile/backend/passes.py`); that costs a buffer wherever the program's own arithmetic
+# continues from a saved value. So an operator passes such an input on: its memory, or a copy if the graph is retained.
+# To the compiler it is a function with a new result. Hence no other node of the graph may read that input. Nor may one
+# of our operators, because they look for other references themselves.
 
 
 def give_writable(graph: Graph, donated: set[Node]) -> int:
-    """Lets the compiler write over each large input that only other operators than ours read, one of them element-wise.
+    """Lets the compiler overwrite each large input with an element-wise reader and none among our operators.
 
     Args:
-        donated: placeholders that only this graph can see.
+        donated: placeholders referenced by this graph alone.
 
     Returns:
-        How many there are.
+        Their number.
     """
     taken = [node for node in graph.nodes if node in donated and _pays(node)]
     fake_mode = detect_fake_mode([value(node) for node in taken])

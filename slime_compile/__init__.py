@@ -2,22 +2,22 @@
 
     loss_fn = torch.compile(loss_fn, backend="slime_fused")       needs no import of this package
 
-What is public, by home; everything is imported on first use:
+The public names, by home; everything is imported on first use:
 
-    report              reports, summary: what this process has compiled; Report
-    dry_run.explain     explain: what would be fused
+    report              reports, summary: the reports of this process; Report
+    dry_run.explain     explain: the report of a dry run
     dry_run.estimate    estimate_peak: the peak memory of a loss at any size; Estimate
-    dynamo.remedies     inline_nested_compile, trace_distributed_nn, trace_async_all_reduce: where Dynamo would leave a
-                        loss to Python
-    deferred.handle     defer_logits: a model hands out its logits without making them; DeferHandle
-    deferred.logits     DeferredLogits: what it hands out; with_tensors: for a loss that insists on tensors
+    dynamo.remedies     inline_nested_compile, trace_distributed_nn, trace_async_all_reduce: for losses that Dynamo
+                        otherwise runs in Python
+    deferred.handle     defer_logits: a model returns lazy logits; DeferHandle
+    deferred.logits     DeferredLogits: the lazy logits; with_tensors: for a loss that needs tensors
     rl.log_probs        log_probs_and_entropy: the same operators for eager callers
-    rl.linear_log_probs linear_log_probs_and_entropy: the same of hidden and weight, never with all logits
-    rl.packing          Packing: where samples lie in packed logits
-    rl.packed           shifted_targets, response_slices and what goes with them
+    rl.linear_log_probs linear_log_probs_and_entropy: the same from hidden and weight, without full logits
+    rl.packing          Packing: the rows of samples in packed logits
+    rl.packed           shifted_targets, response_slices and related functions
     rl.redistribute     redistribute_to_zigzag: per-sample values between layouts of context parallelism
-    rl.micro_batches    partition_by_tokens, micro_batch_count: micro-batches that fit
-    rl.memory_model     max_tokens_for, peak_bytes: what fits
+    rl.micro_batches    partition_by_tokens, micro_batch_count: micro-batches within a token cap
+    rl.memory_model     max_tokens_for, peak_bytes: tokens for a memory size
     rl.memory_probe     memory_probe: one line of log per step
 """
 
@@ -135,7 +135,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # to which any name would be one of this package
+if not TYPE_CHECKING:  # for the import system any name would be one of this package
 
     def __getattr__(name: str) -> Any:
         if name == "integrations":

@@ -1,7 +1,7 @@
-"""`python -m slime_compile doctor`: checks this machine. The text belongs in a bug report.
+"""`python -m slime_compile doctor`: checks this machine. Include the text in a bug report.
 
-Entry points: `doctor` prints and returns an exit status, `examine` yields the findings. Each check is a function that
-yields findings; one that raises is a finding itself. Nothing is imported before it is asked for, so that a broken
+Entry points: `doctor` prints and returns an exit status, `examine` yields the findings. Each check is a function
+yielding findings; if it raises, that is a finding itself. Imports happen inside the checks, so that a broken
 torch is a finding too. The operators are compared with their reference on small tensors, on the CPU and on CUDA.
 """
 
@@ -23,7 +23,7 @@ OLDEST = (2, 11)
 """The oldest torch of pyproject.toml's."""
 
 NEWEST = (2, 15)
-"""The newest torch that the smoke set has passed on."""
+"""The newest torch with a passed smoke set."""
 
 INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
     (
@@ -36,7 +36,7 @@ INCOMPATIBLE: dict[tuple[str, tuple[int, ...]], str] = {
         (2, 12),
     ): "its backends (inductor too) may raise in a thread that runs compiled code while another compiles",
 }
-"""Releases with a fault that the tests found, and that a user meets beside this backend."""
+"""Releases with known faults that users of this backend meet."""
 
 _ENVIRONMENT = ("SLIME_", "TORCH_LOGS", "TORCH_TRACE", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_")
 _SWITCHED_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -57,7 +57,7 @@ class Finding:
 
 
 def doctor(write: Callable[[str], None] = print) -> int:
-    """Prints what `examine` finds; the exit status is 1 if something must be mended."""
+    """Prints the findings; the exit status is 1 if something must be mended."""
     findings = []
     for finding in examine():
         findings.append(finding)
@@ -68,11 +68,11 @@ def doctor(write: Callable[[str], None] = print) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in an order in which a reader can act on them."""
+    """All findings, in the order for acting on them."""
     for name, check in CHECKS.items():
         try:
             yield from check()
-        except Exception as error:  # whatever it is, it is what the user has to know
+        except Exception as error:  # any error is information for the user
             yield Finding("FAIL", name, f"{type(error).__name__}: {error}")
 
 
@@ -80,7 +80,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
-    """Before torch is imported, which would end with an error of its own."""
+    """Before torch is imported: the import might raise an error of its own."""
     if "slime_fused" in os.environ.get("TORCH_LOGS", ""):
         yield Finding("FAIL", "TORCH_LOGS", 'the log is called TORCH_LOGS="slime_compile"')
         os.environ.pop("TORCH_LOGS")
@@ -215,7 +215,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _space(folder: str) -> Iterator[Finding]:
-    """Inductor fails with "No space left on device" in the middle of a compilation."""
+    """Without space, inductor fails with "No space left on device" in the middle of a compilation."""
     free = shutil.disk_usage(folder).free / 2**20
     status: Status = "ok" if free >= _LEAST_FREE_MIB else "FAIL"
     needed = "" if status == "ok" else f"; compiling needs {_LEAST_FREE_MIB} MiB"

@@ -1,10 +1,10 @@
 """Every private interface of torch in this package, and the remedy if it is gone.
 
-Entry points: `from slime_compile.torch_private import <name>`, which looks the name up each time; `check`, which the
-backend calls when it is imported. A missing one gives one error that names this torch and what is missing, not an
-AttributeError in the middle of a compile. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
+Entry points: `from slime_compile.torch_private import <name>`, with a lookup each time; `check`, called when the
+backend is imported. A missing one raises one error with torch's version and the missing names, not an AttributeError in
+the middle of a compile. To add one: a line under TYPE_CHECKING (for mypy) and a row of `INTERFACES`.
 
-`fx_passes.torch_private` has those that are facts about graphs (fake tensors, aliases, symbolic sizes); they are
+`fx_passes.torch_private` has the interfaces about graphs (fake tensors, aliases, symbolic sizes); they are
 found here too.
 """
 
@@ -383,14 +383,14 @@ def __getattr__(name: str) -> Any:
 
 
 def check() -> None:
-    """Looks for all that is needed to compile.
+    """Looks for the interfaces needed to compile.
 
     Raises:
-        ImportError: naming this torch, and each interface that it lacks.
+        ImportError: with torch's version and each missing interface.
     """
     graphs.check(INTERFACES)
 
 
 def missing() -> list[str]:
-    """What this torch lacks of all interfaces, each with what it was for; imports inductor."""
+    """The missing ones of all interfaces, each with its purpose; imports inductor."""
     return [problem for _, problem in map(graphs.find, INTERFACES.values()) if problem]

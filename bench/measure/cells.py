@@ -106,7 +106,9 @@ def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.
             )
             sys.exit(130)
     if done < len(cells):
-        print(f"{len(cells) - done} cells are left for want of time; --resume goes on from there")
+        print(
+            f"{len(cells) - done} cells are not measured: the time is up; --resume goes on from there"
+        )
 
 
 def _duration(seconds: float) -> str:

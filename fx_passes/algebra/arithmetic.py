@@ -16,8 +16,8 @@ MAX_EXPONENTIALS = 6
 MAX_COLUMNS = 16
 
 
-TWO_LOGITS = "values over two different logits meet"
-"""A graph may know better what the second are: made of the first."""
+TWO_LOGITS = "values over two different logits are combined"
+"""The refusal's text. `walk.py` replaces it if the graph shows that the second logits are computed from the first."""
 
 
 def only_known(*forms: Form) -> None:
@@ -29,11 +29,11 @@ def only_everywhere(*forms: Form) -> None:
     if any(form.clamped for form in forms):
         raise Refused("a clamped value may be at its lowest number there instead of -inf")
     if any(form.beside is not None for form in forms):
-        raise Refused("a value valid only at a non-zero softmax meets more than that softmax")
+        raise Refused("a value valid only where a softmax is non-zero is used elsewhere")
 
 
 def is_infinite(form: Form) -> bool:
-    """A constant that is no finite number."""
+    """A constant value: infinity or NaN."""
     return form.is_row and form.e.exceeds(sys.float_info.max)
 
 
@@ -44,7 +44,7 @@ def common_logits(left: Form, right: Form) -> Node | None:
 
 
 def join(left: Form, right: Form) -> Form:
-    """An empty form over what both operands share."""
+    """An empty form with the root, shape and vocabulary dimension shared by both operands."""
     if left.vdim != right.vdim:
         raise Refused("the operands keep the vocabulary in different dimensions")
     return Form(left.shape, left.vdim, common_logits(left, right))
@@ -65,7 +65,7 @@ def scaled(form: Form, factor: Poly) -> Form:
 
 
 def add(left: Form, right: Form, zero_outside: Container[Node] = ()) -> Form:
-    """W1 + W2; equal exponentials and equal columns are merged, and so are terms that share no row."""
+    """W1 + W2. Equal exponentials and equal columns are merged, also if they are non-zero in different rows."""
     base = join(left, right)
     for one, two in ((left, right), (right, left)):
         if one.clamped and not two.is_row:
@@ -162,7 +162,7 @@ def _overlay(left: Poly, right: Poly, zero_outside: Container[Node]) -> Poly | N
 
 
 def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], Poly]) -> Form:
-    """W1 * W2 where one side is a row scalar, or the product of an exponential with one more factor."""
+    """W1 * W2. One side is a row scalar, or one side is exponentials and the other affine or one-hot."""
     base = join(left, right)
     if right.is_row and right.x is None:
         return scaled(left, right.e)
@@ -173,7 +173,9 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
     beside = _beside(left, right)
     if beside is not None and (_is_made_of(left, beside) or _is_made_of(right, beside)):
         beside = None
-    if left.exps and right.exps:  # its exponent may overflow where neither factor does
+    if (
+        left.exps and right.exps
+    ):  # the product's exponent may overflow although neither factor's does
         raise Refused("a product of two softmaxes")
     exps = _times_exps(left, right) + _times_exps(right, left)
     hots = _times_columns(left, right, column)
@@ -190,14 +192,14 @@ def product(left: Form, right: Form, column: Callable[[Form, tuple[Node, ...]], 
 
 
 def _is_made_of(form: Form, softmax: tuple[Poly, Poly]) -> bool:
-    """Multiples of that softmax, and nothing else: zero where it is."""
+    """A sum of multiples of that softmax only: zero wherever the softmax is zero."""
     return form.is_exp and all((term.scale, term.shift) == softmax for term in form.exps)
 
 
 def quotient(form: Form, divisor: Form) -> Form | None:
-    """W1 / W2 of one softmax: exp(y - c)(a + b y) / (exp(y - c) d) = (a + b y) / d, and NaN where that is 0.
+    """W1 / W2 of one softmax: exp(y - c)(a + b y) / (exp(y - c) d) = (a + b y) / d. Where the softmax is 0 it is NaN.
 
-    None where they are something else, or `d` has no inverse.
+    None if W1 or W2 is another value, or `d` has no inverse.
     """
     base = join(form, divisor)
     if not divisor.is_exp or len(divisor.exps) != 1:
@@ -215,7 +217,7 @@ def _times_columns(
     form: Form, factor: Form, column: Callable[[Form, tuple[Node, ...]], Poly]
 ) -> list[OneHot]:
     if factor.exps and any(hot.rounded for hot in form.hots):
-        raise Refused("a softmax times columns that are rounded where two of a row are the same")
+        raise Refused("a softmax times a sum of one-hot columns, rounded if two columns coincide")
     multiplied = factor.x is not None
     return [
         replace(t, weight=t.weight * column(factor, t.index), multiplied=t.multiplied or multiplied)
@@ -224,7 +226,7 @@ def _times_columns(
 
 
 def _check_clamped(left: Form, right: Form) -> None:
-    """A clamped value is exact beside exponentials that are zero wherever it was clamped."""
+    """A clamped value may be multiplied only by exponentials: they are zero wherever the value was clamped."""
     for one, other in ((left, right), (right, left)):
         vanish = other.is_exp and all(map(_vanishes, other.exps))
         if one.clamped and not vanish:
@@ -232,13 +234,13 @@ def _check_clamped(left: Form, right: Form) -> None:
 
 
 def _vanishes(term: Exp) -> bool:
-    """The exponential is zero where the logits are -inf, which is where a value was clamped."""
+    """The exponential is zero at logits of -inf: the clamped elements."""
     scale = term.scale.as_number()
     return scale is not None and scale > 0
 
 
 def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
-    """exp(y - c)(a + b y) * (e + f x): x = y / scale, so b = 0 where f is not zero."""
+    """exp(y - c)(a + b y) * (e + f x). As x = y / scale, b must be 0 unless f is."""
     result = []
     for term in exp_side.exps:
         a, b = term.a * affine_side.e, term.b * affine_side.e
@@ -248,7 +250,7 @@ def _times_exps(exp_side: Form, affine_side: Form) -> tuple[Exp, ...]:
                 raise Refused("a softmax times the square of the logits")
             if factor is None:
                 raise Refused(
-                    "the logits meet their softmax in another scale, and the scale may be 0"
+                    "the logits are multiplied by their softmax of another scale, and the scale may be 0"
                 )
             b = b + term.a * factor
         if not (a.is_zero and b.is_zero):

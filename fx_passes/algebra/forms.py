@@ -21,7 +21,7 @@ from fx_passes.graph.facts import Shape
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows outside which a term is zero: disjoint intervals of one leading dimension of the logits."""
+    """The rows in which a term may be non-zero: disjoint intervals of one leading dimension of the logits."""
 
     dim: int
     intervals: tuple[tuple[int, int], ...]
@@ -52,8 +52,8 @@ class Exp:
 class OneHot:
     """`weight * [v == index]`; index is the sum of its nodes, any number of columns at the vocabulary dimension.
 
-    `multiplied`: a value of the logits times a column mask; at other columns it is 0 only where the row is not NaN.
-    `rounded`: several columns, which the program adds in half precision where they are the same.
+    `multiplied`: the product of a value of the logits and a column mask. Its other columns are 0, or NaN in a NaN row.
+    `rounded`: a sum of several columns in half precision; the sum is rounded if two columns coincide.
     """
 
     index: tuple[Node, ...]
@@ -65,13 +65,13 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Form:
-    """A full-vocabulary value; `x` is the root, moved by row moves, or None where no root is involved.
+    """A full-vocabulary value; `x` is the root, moved by row moves, or None for a value without a root.
 
-    `others` are values of no known form that are added, each times a row scalar (the gradient of another use of the
-    logits): they take part in sums and scalings only. `clamped`: affine, and where the logits are -inf a multiple of
-    some very low number instead; only what an exponential of the same logits is multiplied with may be so.
-    `beside`: scale and shift of a softmax; where that is zero or NaN the value is another (NaN of `p / p`, 0 of
-    `where(p > 0, log(p), 0)`), which a product with that very softmax does not show.
+    `others`: summands of unknown form, each with its row scalar (such as the gradient of another use of the logits).
+    They take part in sums and scalings only. `clamped`: an affine value; at logits of -inf it is a multiple of some
+    very low number instead of -inf. Only a factor of an exponential of the same logits may be clamped. `beside`: scale
+    and shift of a softmax `p`. The form holds where `p` is neither zero nor NaN; elsewhere the value differs (`p / p`
+    is NaN, `where(p > 0, log(p), 0)` is 0). Multiplying by `p` removes the restriction.
     """
 
     shape: Shape
@@ -87,7 +87,7 @@ class Form:
 
     @property
     def is_everywhere(self) -> bool:
-        """The value is what the form says at all elements."""
+        """The form holds at every element."""
         return not self.clamped and self.beside is None
 
     @property
@@ -105,7 +105,7 @@ class Form:
 
     @property
     def is_exp(self) -> bool:
-        """Exponential terms and nothing else: vanishes where x is -inf."""
+        """Exponential terms only: zero at x = -inf."""
         plain = self.f.is_zero and self.e.is_zero and not self.others
         return bool(self.exps) and not self.hots and plain and self.beside is None
 
@@ -115,7 +115,7 @@ class Form:
         return self.is_affine and plain and self.f == ONE
 
     def inner_atoms(self) -> set[Node]:
-        """The row scalars that the logits are scaled and shifted by."""
+        """The row scalars in scales and shifts of the logits."""
         polys = [poly for term in self.exps for poly in (term.scale, term.shift)]
         polys += [self.e, self.f] if self.is_affine and not self.is_row else []
         polys += self.beside or ()
@@ -132,7 +132,7 @@ class Form:
 
 
 class Guard(Enum):
-    """What a full-vocabulary mask says of an element."""
+    """The condition of a full-vocabulary mask."""
 
     NULL = "the probability is zero"
     MINUS_INF = "the value is -inf"
@@ -148,7 +148,7 @@ class Guard(Enum):
 class Mask:
     """A boolean full-vocabulary value: `guard` (or its negation); `index` for COLUMN, the row mask for ROW.
 
-    `at_nan`: what it is where the value that was compared is NaN.
+    `at_nan`: the mask's value at a NaN of the compared value.
     """
 
     guard: Guard

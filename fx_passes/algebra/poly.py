@@ -1,7 +1,7 @@
 """Coefficients of forms: Laurent polynomials in row scalars, with numbers in front.
 
-A row scalar is a node with one number per row. Keeping sums and products symbolic is what makes the algebra exact: the
-maximum that `x - max` subtracts and `+ max` adds back disappears here, not in float32.
+A row scalar is a node with one number per row. Sums and products stay symbolic, so cancellation is exact: a maximum
+subtracted by `x - max` and added again by `+ max` disappears here, without a rounding in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
 
 @dataclass(frozen=True)
 class Poly:
-    """A sum of `number * monomial`; the order of the terms is the order in which they were written."""
+    """A sum of `number * monomial`, in the order of construction."""
 
     terms: dict[Monomial, float] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Poly:
         return dict.fromkeys(atom for monomial in self.terms for atom, _ in monomial)
 
     def common(self) -> Monomial:
-        """What every term is a multiple of, numbers aside."""
+        """The largest monomial dividing every term."""
         first, *others = self.terms or [()]
         powers = [dict(monomial) for monomial in others]
         least = {atom: min([power, *(p.get(atom, 0) for p in powers)]) for atom, power in first}
@@ -94,7 +94,7 @@ class Poly:
         return result
 
     def inverse(self) -> Poly | None:
-        """`1 / self` where that is a single term again."""
+        """`1 / self` if `self` has one term."""
         single = self.as_monomial()
         if single is None:
             return None
@@ -102,7 +102,7 @@ class Poly:
         return Poly({tuple((atom, -power) for atom, power in monomial): 1.0 / number})
 
     def over(self, divisor: Poly) -> Poly | None:
-        """`self / divisor`; None where something may be 0 that is divided by, and is a factor of `divisor`."""
+        """`self / divisor`. None if the result still divides by a factor of `divisor`, which may be 0."""
         inverse = divisor.inverse()
         if inverse is None:
             return None
@@ -122,7 +122,7 @@ class Poly:
         return result
 
     def spelled_out(self, meaning: Callable[[Node], Poly]) -> Poly:
-        """Every atom to the first power replaced by what it means."""
+        """Every atom of power 1 replaced by its meaning."""
         result = Poly()
         for monomial, number in self.terms.items():
             term = Poly.number(number)

@@ -1,36 +1,37 @@
 """Fewer collectives: the row-level all-reduces of a vocabulary-parallel loss become one all-gather.
 
-Entry point: `merge`, over a graph whose softmaxes are fused already. What a rank adds to an all-reduce is a function of
-a few row values of its own (maximum, log-sum, mean, target logit) and of earlier results. So the ranks exchange those
-row values once, and every rank computes every rank's addends, and reduces them in rank order:
+Entry point: `merge`, over a graph with fused softmaxes. A rank's addend to an all-reduce is a function of a few row
+values of its own (maximum, log-sum, mean, target logit) and of earlier results. So the ranks exchange those row values
+once. Every rank then computes every rank's addends, and reduces them in rank order:
 
     all_reduce(f(own, earlier results))   ->   reduce_r f(gathered[r], earlier results)
 
 NOTE [The same on all ranks]
-What is merged, and the order of what is gathered, follows from how the forward graph is made. A row value or a number
-in f is another one on another rank: row values are gathered, and a number that the user wrote in f is a reason not to
-merge. What a rank alone has decides nothing (test_same_on_all_ranks.py compares ranks that differ in it):
+The merged all-reduces and the order of the gathered values must be equal on all ranks. They follow from the structure
+of the forward graph. Row values and numbers in f may differ between ranks: row values are gathered, and a number
+written by the user in f prevents the merge. Nothing that differs between ranks decides (test_same_on_all_ranks.py
+compares ranks with different values of each):
 
-    columns of the shard, min_vocab   what ranks reduce over columns for an all-reduce is a vocabulary, however narrow
+    columns of the shard, min_vocab   a value reduced over its columns for an all-reduce is a vocabulary, however narrow
                                       (`widths.py`)
-    as many rows as columns           what is reduced over columns, and what is made of that in the same shape, is no
-                                      logits and is not as wide as them, whatever its sizes are (`graph/per_row.py`)
-    symbolic and static sizes         sizes are compared by their hints, and none decides but by the rows above
-    needs a gradient                  roots are judged by forward (`walk/verdict.py`); logits that forward changes stay
-                                      roots where ranks exchange, and backward reads a copy (`fuse._read_in_backward`)
-    save, consume_logits              say what backward reads, and whether it writes over it
-    chunk_mib, grad_in_forward,       move matmuls, row_stats and row_grad, after this pass, and no collective;
-    lm_head, rows worth a copy        a head that is shared or not, rows that are moved or not, send the same row values
-    inline_below                      makes formulas of operators, after partitioning
-    MAX_NODES, MAX_ROUNDS             count nodes and ranks
-    a pass after `fuse` that raises   is taken back alone: what `fuse` has settled stays (`backend/passes.py`)
+    as many rows as columns           a value reduced over its columns, and values computed from it in the same shape,
+                                      are never logits, whatever their sizes (`graph/per_row.py`)
+    symbolic and static sizes         sizes are compared by their hints; only the two lines above use a size
+    needs a gradient                  forward alone judges roots (`walk/verdict.py`). Logits changed by forward stay
+                                      roots if ranks exchange; backward reads a copy (`fuse._read_in_backward`)
+    save, consume_logits              change the tensors read or overwritten by backward only
+    chunk_mib, grad_in_forward,       move matmuls, row_stats and row_grad, after this pass, and no collective; the row
+    lm_head, rows worth a copy        values sent are equal with a shared head and without, with moved rows and without
+    inline_below                      replaces operators by formulas, after partitioning
+    MAX_NODES, MAX_ROUNDS             count nodes, ranks and rounds
+    a pass after `fuse` that raises   is undone alone; the result of `fuse` stays (`backend/runner.py`)
     an inner compiler that raises     is not tried again unfused: NOTE [Collectives and a second try]
     verify                            raises `CannotExchange` for a mismatch: other ranks may not see it
     one column, or none               raise `CannotExchange`: a column looks like a number per row
 
-Exceptions: ranks must have the same `merge_collectives`, which says how they exchange (`check_ranks=True` tells where
-they have not). A rank that runs the program in Python alone, or where `fuse` itself raises for its sizes, sends the
-program's own all-reduces. One that uses `merge_collectives=False` on all ranks depends on none of this.
+Exceptions: all ranks need the same `merge_collectives`, the option for this exchange (`check_ranks=True` reports a
+difference). A rank running the program in Python, or failing in `fuse` for its sizes, sends the program's own
+all-reduces while others send the merged one. With `merge_collectives=False` on all ranks none of this matters.
 
 On a group of one rank an all-reduce is its operand.
 """
@@ -69,12 +70,12 @@ class Merged:
 def merge(
     graph: Graph, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool], enabled: bool
 ) -> Merged:
-    """Merges the all-reduces over each group; `is_wide` tells full-vocabulary values.
+    """Merges the all-reduces over each group.
 
     Args:
         graph: a functional ATen graph, joint or inference, after `fuse`; changed in place.
         fake_mode: of the graph's values.
-        is_wide: whether a node holds a full-vocabulary value, which is never gathered.
+        is_wide: True for a node with a full-vocabulary value. Such values are never gathered.
         enabled: False only counts.
     """
     before = _count(graph)
@@ -124,9 +125,9 @@ def _merge_group(
 
 
 def _laid_out(emitter: Emitter, made: Node, wait: Node) -> Node:
-    """`made` packed as an all-reduce hands out its result, where rows lie in another order: views of it follow.
+    """`made` in the strides of an all-reduce's result, which is packed: later views depend on them.
 
-    By the numbers that the graph was traced with, as every layout in a compiled graph.
+    Symbolic sizes count by their hints, as for every layout in a compiled graph.
     """
     packed, found = ([hint(s) for s in value(node).stride()] for node in (wait, made))
     if packed == found or not value(wait).is_contiguous():

@@ -40,7 +40,7 @@ CONSTANTS: set[Target] = {
 
 @dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce of the graph; `wait` is the node that holds its result."""
+    """One all-reduce of the graph; `wait` is the node with its result."""
 
     wait: Node
     operand: Node
@@ -60,13 +60,13 @@ class AllReduce:
 class Kind(enum.Enum):
     OWN = "a rank's own value"
     SHARED = "the same on all ranks"
-    MIXED = "made of both: what another rank has there can be computed from what it sends"
-    STUCK = "depends on a result in a way that cannot be computed for another rank"
+    MIXED = "of both kinds: computed for another rank from its sent values"
+    STUCK = "depends on a result and cannot be computed for another rank"
 
 
 @dataclass
 class Plan:
-    """Which all-reduces are merged, and what every forward node is to the other ranks."""
+    """The all-reduces to merge, and the kind of every forward node for the other ranks."""
 
     waits: dict[Node, AllReduce]
     is_wide: Callable[[Node], bool]
@@ -84,7 +84,7 @@ class Plan:
         self.kinds[node] = self._kind(node) if each is None else self._member(each)
 
     def _mark_rows(self, node: Node) -> None:
-        """Row values: statistics, target logits, and what is made of them."""
+        """Row values: statistics, target logits, and values computed from them."""
         starts = node.target in (torch.ops.slime_fused.row_stats.default, aten.gather.default)
         made = starts or any(arg in self.of_rows for arg in node.all_input_nodes)
         if made and not self.is_wide(node):
@@ -143,7 +143,7 @@ class Plan:
         return all(self.can_send(arg) for arg in own)
 
     def can_send(self, node: Node) -> bool:
-        """Floating row values, masks and constants; a number that changed once is a tensor without dimensions."""
+        """Floating row values, masks and constants. A number changed in place is a tensor without dimensions."""
         node = moved_from(node)
         found = value(node)
         if not isinstance(found, torch.Tensor) or self.is_wide(node):
@@ -157,7 +157,7 @@ class Plan:
 
 
 def _is_masked_fill(node: Node) -> bool:
-    """`value[mask] = number`, which is traced as an index_put of a tensor without dimensions."""
+    """`value[mask] = number`, traced as an index_put of a tensor without dimensions."""
     if node.target is not aten.index_put.default or len(node.args) > 3:
         return False
     base, *masks, fill = node.all_input_nodes
@@ -188,7 +188,7 @@ def has_number(node: Node) -> bool:
 
 
 def moved_from(node: Node) -> Node:
-    """The value of which `node` only shows a part, or another shape or order."""
+    """The node whose elements `node` shows, as a part or in another shape or order."""
     while node.op == "call_function" and _is_move(node):
         node = node.all_input_nodes[0]
     return node

@@ -17,7 +17,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Replay:
-    """Computes every rank's addends from what was gathered."""
+    """Computes every rank's addends from the gathered values."""
 
     def __init__(self, emitter: Emitter, plan: Plan, group: str, ranks: int) -> None:
         self.emitter, self.plan, self.group, self.ranks = emitter, plan, group, ranks
@@ -35,7 +35,7 @@ class Replay:
         return results
 
     def _sent(self) -> Iterable[Node]:
-        """Own values that the members' operands are made of, in the order of the members."""
+        """Own values read by the members' operands, in the order of the members."""
         seen: set[Node] = set()
         for each in self.plan.members:
             stack = [each.operand]
@@ -50,7 +50,7 @@ class Replay:
                     stack.extend(reversed(node.all_input_nodes))
 
     def _gathered(self) -> list[dict[Node, Node]]:
-        """One all-gather of all sent values; for each rank what it sent."""
+        """One all-gather of all sent values; for each rank, its sent values."""
         call = self.emitter.call
         double = any(value(node).dtype is torch.float64 for node in self.sent)
         dtype = torch.float64 if double else torch.float32
@@ -99,7 +99,7 @@ class Replay:
                 stack.pop()
                 continue
             if self._is_fixed(top):
-                copies[top] = top  # what was reduced comes in its place
+                copies[top] = top  # results of all-reduces are replaced later
                 stack.pop()
                 continue
             waiting = [arg for arg in top.all_input_nodes if arg not in copies]
@@ -113,5 +113,5 @@ class Replay:
         return copies[node]
 
     def _is_fixed(self, node: Node) -> bool:
-        """Sizes, and values that are the same on all ranks."""
+        """Sizes, and values equal on all ranks."""
         return not is_data(node) or self.plan.kinds[node] is Kind.SHARED

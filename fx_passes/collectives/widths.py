@@ -23,10 +23,10 @@ PEAKS: set[Target] = {aten.amax.default, aten.max.dim}
 
 
 def least_vocabulary(graph: Graph, min_vocab: int) -> int:
-    """The smallest last dimension that is taken for a vocabulary in `graph`, which is `min_vocab` or less.
+    """The smallest last dimension treated as a vocabulary in `graph`: `min_vocab` or less.
 
-    A shard is of a vocabulary, however narrow it is: see NOTE [The same on all ranks]. Shards are what forward reduces
-    over their columns for an all-reduce over more than one rank.
+    A shard belongs to a vocabulary, however narrow it is: see NOTE [The same on all ranks]. Shards are values that
+    forward reduces over their columns for an all-reduce over more than one rank.
 
     Raises:
         CannotExchange: a shard of less than two columns.
@@ -46,7 +46,7 @@ def least_vocabulary(graph: Graph, min_vocab: int) -> int:
 
 
 def _widths(graph: Graph) -> Iterator[tuple[Target, int]]:
-    """The columns of what is reduced, with what reduces them; with `exp` where exponentials are added."""
+    """The columns of reduced values, each with its reduction; with `exp` if exponentials are summed."""
     waiting = [node.all_input_nodes[0] for node in graph.nodes if exchanges(node)]
     seen = set(waiting)
     while waiting:
@@ -61,7 +61,7 @@ def _widths(graph: Graph) -> Iterator[tuple[Target, int]]:
 
 
 def _reduced(node: Node) -> Iterator[tuple[Target, int]]:
-    """Columns of the values that `node` reduces, where they are columns of what it sees a view of, too."""
+    """Columns of the values reduced by `node`, if they are also columns of the value below its views."""
     operand = node.args[0]
     assert isinstance(operand, Node)
     if not is_float_tensor(operand) or rank_of(operand) < 2 or len(node.args) < 2:

@@ -1,6 +1,6 @@
 """Values of a graph with shared memory, and the inputs a graph changes.
 
-By storage and by the operators' own alias declarations; that a user wrote `clone()` proves nothing.
+Storages and the operators' own alias declarations decide; `clone()` in the user's code proves nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VIEWS_UNDECLARED = {aten._unsafe_view.default, aten.lift_fresh.default}
 def changed_inputs(graph: Graph) -> set[Node]:
     """The inputs that a joint or inference graph changes in place, and every value that may share their memory.
 
-    Whoever reads one of these later than forward finds what forward has written there.
+    After forward these hold the values written by forward.
     """
     written = {n for each in graph.nodes for n in written_inputs(each)} | changed_outside(graph)
     if not written:
@@ -33,14 +33,14 @@ def changed_inputs(graph: Graph) -> set[Node]:
 
 
 def changed_outside(graph: Graph) -> set[Node]:
-    """Inputs that torch copies over when forward is done: their new value is an output."""
+    """Inputs overwritten by torch after forward: their new value is an output."""
     described = graph.output_node().meta.get("desc") or ()
     updated = {each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)}
     return {n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in updated}
 
 
 class Aliases:
-    """Which values of a graph may share storage: joined by view operators, and by the storage of their fake values."""
+    """Groups of values with possibly shared storage, by view operators and by the storage of their fake values."""
 
     def __init__(self, graph: Graph) -> None:
         self._parent: dict[Node, Node] = {n: n for n in graph.nodes}
@@ -55,15 +55,15 @@ class Aliases:
             self._members.setdefault(self._memory(node), []).append(node)
 
     def of(self, node: Node) -> list[Node]:
-        """All that may share memory with `node`, itself included, in the order of the graph."""
+        """All values that may share memory with `node`, itself included, in the order of the graph."""
         return self._members.get(self._memory(node), [node])
 
     def of_outputs(self, graph: Graph) -> set[Node]:
-        """All that may share memory with what the graph returns."""
+        """All values that may share memory with an output of the graph."""
         return {alias for node in graph.output_node().all_input_nodes for alias in self.of(node)}
 
     def replaced(self, old: Node, new: Node) -> None:
-        """`new` has taken the place of `old`, which is gone from the graph."""
+        """`new` has replaced `old`, which has been erased from the graph."""
         together = {*self.of(old), *self.of(new)} - {old}
         for node in (old, new):
             self._members.pop(self._memory(node), None)
@@ -74,11 +74,11 @@ class Aliases:
         return self._memory(left) is self._memory(right)
 
     def only_views(self, user: Node, node: Node) -> bool:
-        """`user` makes nothing but another alias of `node`, whose own readers are looked at by themselves."""
+        """`user` is only another alias of `node`; the readers of that alias are checked separately."""
         return self.share(user, node) and bool(viewed_inputs(user))
 
     def _memory(self, node: Node) -> Node:
-        """One node for all that may share memory."""
+        """One representative of all nodes that may share memory."""
         parent = self._parent
         while parent.setdefault(node, node) is not node:  # a new node has memory of its own
             parent[node] = node = parent[parent[node]]
@@ -96,14 +96,14 @@ def _storages(node: Node) -> Iterator[StorageWeakRef]:
 
 
 def viewed_inputs(node: Node) -> list[Node]:
-    """The inputs that the value of `node` may be a view of."""
+    """The inputs of which the value of `node` may be a view."""
     if node.op != "call_function":
         return []
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         if target is operator.getitem and _makes_several(node.all_input_nodes[0]):
             return []
-        return list(node.all_input_nodes)  # getitem, higher-order operators: taken for views
+        return list(node.all_input_nodes)  # getitem, higher-order operators: treated as views
     if target in _VIEWS_UNDECLARED or _converts_nothing(node):
         return list(node.all_input_nodes)
     if not any(r.alias_info is not None for r in target._schema.returns):
@@ -119,16 +119,16 @@ def viewed_inputs(node: Node) -> list[Node]:
 
 
 def own_copy(graph: Graph, node: Node) -> Node:
-    """A copy of `node` at the insertion point: the larger of two that are one. Inductor takes out many a clone."""
+    """A copy of `node` at the insertion point: its maximum with itself, because inductor removes many clones."""
     copy = graph.call_function(aten.maximum.default, (node, node))
-    # an input's tells how it is given, and that it is changed
+    # an input's meta describes the input, and that the graph changes it
     told = {} if node.op == "placeholder" else node.meta
     copy.meta = {**told, "val": value(node).clone()}
     return copy
 
 
 def _makes_several(node: Node) -> bool:
-    """An operator that returns several new tensors, each with memory of its own."""
+    """An operator with several results, each in new memory."""
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(
         value(node), tuple | list
     ):
@@ -137,7 +137,7 @@ def _makes_several(node: Node) -> bool:
 
 
 def written_inputs(node: Node) -> list[Node]:
-    """The inputs that `node` mutates."""
+    """The inputs mutated by `node`."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     arguments = zip(node.target._schema.arguments, node.args, strict=False)
@@ -146,7 +146,7 @@ def written_inputs(node: Node) -> list[Node]:
 
 
 def _converts_nothing(node: Node) -> bool:
-    """A conversion to the dtype that is there already may hand its input on."""
+    """A conversion to the same dtype may return its input."""
     if node.target is not torch.ops.prims.convert_element_type.default:
         return False
     source = node.args[0]

@@ -15,15 +15,15 @@ from fx_passes.graph.order import ancestors
 from fx_passes.torch_private import GradAOTOutput, InputMutationAOTOutput, TangentAOTInput
 
 # NOTE [What belongs to backward]
-# Torch tags what it traces: `is_forward`, then `is_backward`, and where a change of an input has to stay
-# `must_be_in_forward` or `must_be_in_backward`. But what Dynamo traced as the backward of an autograd.Function comes
-# without a tag. A node belongs to backward if nothing that forward returns or writes needs it, and if it
+# Torch tags traced nodes: `is_forward`, then `is_backward`. Changes of inputs with a fixed place have
+# `must_be_in_forward` or `must_be_in_backward`. But the backward of an autograd.Function, as traced by Dynamo, has no
+# tag. A node belongs to backward if no returned or written value of forward needs it, and if it
 #
 #     is tagged as backward's,
-#     or reads what belongs to backward (a tangent, in the end),
+#     or reads a node of backward (a tangent, in the end),
 #     or has no tag in a graph whose forward is tagged: it was traced after forward.
 #
-# Row scalars that a pass makes for backward from forward's values alone belong to neither: the partitioner decides.
+# Row scalars computed by a pass for backward from forward's values belong to neither: the partitioner decides.
 
 
 def is_tangent(node: Node) -> bool:
@@ -31,7 +31,7 @@ def is_tangent(node: Node) -> bool:
 
 
 def is_of_changed_input(tangent: Node) -> bool:
-    """The gradient of an input that forward has changed, with respect to what it is then."""
+    """The gradient of an input changed by forward, with respect to its new value."""
     return isinstance(getattr(_described(tangent), "output", None), InputMutationAOTOutput)
 
 
@@ -48,7 +48,7 @@ def is_joint(graph: Graph) -> bool:
 
 
 def mark_backward(graph: Graph) -> None:
-    """Tags what belongs to backward and has no tag; the nodes stay what and where they are."""
+    """Tags untagged nodes of backward. No node moves or changes."""
     if not is_joint(graph):
         _mark_forward(graph)
         return
@@ -73,7 +73,7 @@ def _mark_forward(graph: Graph) -> None:
 
 
 def _needed_by_forward(graph: Graph) -> set[Node]:
-    """What forward returns or writes, and all that this is computed from."""
+    """The returned and written values of forward, and all nodes that they are computed from."""
     late: set[Node] = set()
     for node in graph.nodes:
         if is_tangent(node) or is_backward(node) or late.intersection(node.all_input_nodes):
@@ -83,7 +83,7 @@ def _needed_by_forward(graph: Graph) -> set[Node]:
 
 
 def _returned(graph: Graph) -> Iterator[Node]:
-    """What forward returns, as far as the outputs are described; other gradients depend on tangents."""
+    """The outputs other than described gradients; any gradient depends on a tangent."""
     output = graph.output_node()
     described = output.meta.get("desc")
     returned = output.args[0]

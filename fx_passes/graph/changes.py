@@ -21,33 +21,33 @@ from fx_passes.refused import Refused
 aten = torch.ops.aten
 
 # NOTE [Logits that the graph changes]
-# A joint graph is functional: a change of an input in place is a new value that is copied over the input at the end of
-# the part that changes it. Backward runs after forward's copies. What reads the input there, as a gradient over it
-# would, gets what forward has left in it. So
+# A joint graph is functional: an in-place change of an input is a new value, copied over the input at the end of
+# forward or of backward. Backward runs after forward's copies, so a read of the input there (for example by `row_grad`)
+# gets the values written by forward. Hence:
 #
-#     an input that forward changes     may be read in forward alone (`Changes.left`), if nothing of backward needs it:
-#                                       the softmax that forward leaves in it stands in for it (`walk/left.py`)
-#     the same, if backward does,       and whatever shares its memory: is no root. The first value that is made of
-#     or if it has aliases,             it is, and that one is nobody else's (`Changes.never`)
-#     or if torch copies after forward
-#     one that backward alone changes,  may be read everywhere: the copy is the last thing that backward does
-#     without aliases
+#     an input changed by forward,      may be read in forward only (`Changes.left`). `walk/left.py` replaces it by the
+#     if backward does not need it      softmax written into it by forward
+#     the same, if backward needs it,   is no root, nor is any value sharing its memory (`Changes.never`). The first
+#     if it has aliases, or if torch    value computed from it is a root; no other code references that one
+#     copies after forward
+#     an input changed by backward      may be read everywhere: the copy is the last node of backward
+#     only, without aliases
 #
-# That a read comes before the copy is a matter of order: NOTE [Who reads an input reads it before it is written].
+# The order of the graph puts each read before the copy: NOTE [Who reads an input reads it before it is written].
 # An inference graph is forward alone and reads its inputs before the copy.
 #
-# The partitioner (torch 2.13) does not know: what is cheap it computes again in backward, from the changed input, and
-# the gradient is wrong, also of a graph that no pass has touched. So what forward reads of such inputs is to be saved.
+# The partitioner (torch 2.13) does not know this. It recomputes cheap values in backward, from the changed input, and
+# the gradient is wrong, also in a graph without any rewrite. So forward's readers of such inputs are saved.
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a joint graph does to its inputs.
+    """The inputs a joint graph changes.
 
     Attributes:
-        never: values that backward would find changed.
-        left: inputs that forward alone may read: the value that it leaves in them.
-        aliases: of each input in `left`, all that may share its memory.
+        never: values that are different in backward.
+        left: inputs readable in forward only, each with the value that forward writes into it.
+        aliases: for each input in `left`, all values that may share its memory.
     """
 
     never: frozenset[Node] = frozenset()
@@ -56,7 +56,7 @@ class Changes:
 
     @property
     def in_forward(self) -> frozenset[Node]:
-        """All that backward would find changed, whether or not forward may read it."""
+        """All values that are different in backward, readable in forward or not."""
         return self.never.union(*self.aliases.values())
 
     def without(self, inputs: Iterable[Node]) -> Changes:
@@ -98,9 +98,9 @@ def changes_of(graph: Graph) -> Changes:
 
 
 def keep_out_of_backward(graph: Graph) -> None:
-    """What is read of inputs that forward changes is saved, not computed again from what it left in them.
+    """Values computed from inputs changed by forward are saved, not recomputed from the changed input.
 
-    What backward itself reads of them is a copy that forward makes.
+    Backward itself reads a copy, made in forward.
     """
     changed = changes_of(graph).in_forward
     readers = {user for node in changed for user in node.users if _computes(user)} - changed
@@ -110,15 +110,15 @@ def keep_out_of_backward(graph: Graph) -> None:
         readers = _read_copies(graph, [n for n in changed if is_given(n)])
         graph.lint()
         for copy in readers - computed(graph, {}, forward=True):
-            # the partitioner makes in forward only what forward needs
+            # the partitioner runs in forward only nodes needed by forward
             if any(user.meta.get("slime_fused") for user in copy.users):
-                raise Refused("backward alone reads an input that forward changes")
+                raise Refused("only backward reads an input, and forward changes it")
     for reader in _with_own_copies(graph, readers):
         reader.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _read_copies(graph: Graph, inputs: list[Node]) -> set[Node]:
-    """Copies that all readers of `inputs` read from now on."""
+    """Copies of `inputs`, for all their readers."""
     copies = set()
     *_, last = graph.find_nodes(op="placeholder")
     for node in inputs:
@@ -132,7 +132,7 @@ def _read_copies(graph: Graph, inputs: list[Node]) -> set[Node]:
 
 
 def _with_own_copies(graph: Graph, readers: set[Node]) -> set[Node]:
-    """The readers; clones among them become copies that inductor leaves in."""
+    """The readers; clones among them become copies that inductor keeps."""
     for clone in [node for node in readers if node.target is aten.clone.default]:
         source = clone.all_input_nodes[0]
         if not same_layout(value(clone), value(source)):
@@ -150,7 +150,7 @@ def _computes(node: Node) -> bool:
 
 
 def _left_in(node: Node, writes: list[Node]) -> Node | None:
-    """What forward's only write of an input leaves in all of it."""
+    """The value written by forward's only write of an input, if it overwrites all of it."""
     if len(writes) != 1 or node.op != "placeholder":
         return None
     (write,) = writes

@@ -1,7 +1,7 @@
 """New nodes of the graph: emitted once each, with fake values, and thrown away again if the rewrite is refused.
 
-`Emitter.call` is the only place where the passes make a node. Nodes of equal meaning are shared, so that row scalars
-that the user's program computes twice cancel in the polynomials (`algebra/poly.py`).
+`Emitter.call` is the only function of the passes that creates a node. Equal nodes are shared, so that row scalars
+computed twice by the user's program cancel in the polynomials (`algebra/poly.py`).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ prims = torch.ops.prims
 
 _SIZE_ARITHMETIC = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
 PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
-"""Torch's meta keys of what a node was made for, in the user's code."""
+"""Torch's meta keys for a node's origin in the user's code."""
 
 
 class Emitter:
     """Emits nodes into `graph`, and shares equal ones.
 
     Attributes:
-        origin: the user's node that is being looked at; new nodes get its place in the user's code.
+        origin: the current node of the user; new nodes get its place in the user's code.
         created: new nodes, in order.
-        represents: the node that stands for an equal one of the user's.
-        packed: copies that a reshape needed, by the copy: what was copied.
-        known_sizes: symbolic sizes by their expression: the node that computes it.
+        represents: for a node of the user, the equal node used in its place.
+        packed: for each copy needed by a reshape, the copied node.
+        known_sizes: for each symbolic size's expression, the node that computes it.
     """
 
     def __init__(self, graph: Graph, fake_mode: FakeTensorMode) -> None:
@@ -64,7 +64,7 @@ class Emitter:
     # -- nodes -----------------------------------------------------------------------------------
 
     def adopt(self, node: Node) -> Node:
-        """The first node of the user's graph that computes the same as `node`."""
+        """The first node of the user's graph with the same computation as `node`."""
         fake = value(node)
         if isinstance(fake, torch.SymInt):
             self.known_sizes.setdefault(fake.node.expr, node)
@@ -86,7 +86,7 @@ class Emitter:
         return self._made(key, result, target, args, kwargs)
 
     def call_like(self, like: Node, columns: Any, target: Target, *args: Any) -> Node:
-        """As `call`, where the result has the rows of `like`: for sizes that data alone says."""
+        """As `call`, for a result with the rows of `like`: needed if sizes depend on data."""
         key = self._key(target, args, {})
         if key not in self._shared:
             with self.fake_mode:
@@ -104,8 +104,8 @@ class Emitter:
         return node
 
     def discard(self) -> None:
-        """Erase every node made so far; the graph is the user's again."""
-        for node in self.created:  # what was made first may read what stands in for it since
+        """Erases every new node; the graph is the user's again."""
+        for node in self.created:  # the first new nodes may read their own replacements by now
             node.args, node.kwargs = (), {}
         for node in self.created:
             self.graph.erase_node(node)
@@ -145,7 +145,7 @@ class Emitter:
         return self.call(aten.sym_size.int, node, dim) if computed is None else computed
 
     def size_of(self, expr: Any) -> SizeArg | None:
-        """A symbolic size from the sizes that the graph has; None where they do not give it."""
+        """A symbolic size from the sizes in the graph; None if they do not determine it."""
         if expr.is_number:
             return int(expr)
         if expr in self.known_sizes:
@@ -182,7 +182,7 @@ class Emitter:
     # -- views, casts, constants -----------------------------------------------------------------
 
     def reshape(self, node: Node, sizes: Sequence[SizeArg]) -> Node:
-        """`node` with another shape; reshapes of reshapes collapse, and one that changes nothing is none."""
+        """`node` with another shape. Reshapes of reshapes collapse; a reshape to the same shape is `node` itself."""
         while node.op == "call_function" and (node.target in RESHAPES or node in self.packed):
             inner = node.args[0]
             node = self.packed.get(node) or self.represents.get(inner, inner)  # type: ignore[arg-type, assignment]
@@ -195,7 +195,7 @@ class Emitter:
         return self.call(aten.view.default, node, list(sizes))
 
     def laid_out_as(self, node: Node, other: Node) -> Node:
-        """`node`, copied where its dimensions are not in memory as those of `other`, without gaps or repeats."""
+        """`node`, copied if its strides order the dimensions differently from those of `other`. No gaps, no repeats."""
         if same_layout(value(node), value(other)):
             return node
         strides = numbers(value(other).stride())
@@ -220,7 +220,7 @@ class Emitter:
         return self.call(prims.convert_element_type.default, node, dtype)
 
     def align(self, node: Node, rank: int) -> Node:
-        """`node` with leading dimensions of size 1 so that it has `rank` dimensions."""
+        """`node` with leading dimensions of size 1, up to `rank` dimensions."""
         missing = rank - len(shape_of(node))
         if missing <= 0:
             return node
@@ -255,10 +255,10 @@ class Emitter:
 
 
 def viewable(fake: torch.Tensor, sizes: Sequence[object]) -> bool:
-    """Whether the kernel of `view` can show the tensor in these sizes; its fake version believes some that it cannot.
+    """Whether the kernel of `view` can show the tensor in these sizes; its fake version also accepts some others.
 
-    Dimensions that lie one behind the other in memory can be cut anew, others keep their borders (ATen's
-    `computeStride`). Symbolic sizes by `numbers`, as every layout of a compiled graph by those it was traced with.
+    Dimensions contiguous in memory can be split and joined, others keep their borders (ATen's `computeStride`).
+    Symbolic sizes count by their `numbers`, as for every layout of a compiled graph.
     """
     found = numbers([*fake.shape, *fake.stride(), *map(value, sizes)])
     shape, strides, wanted = (
@@ -278,7 +278,7 @@ def viewable(fake: torch.Tensor, sizes: Sequence[object]) -> bool:
 
 
 def _runs(shape: list[int], strides: list[int]) -> Iterator[int]:
-    """Elements of each run of dimensions that are one behind the other in memory, the last first."""
+    """The number of elements of each run of contiguous dimensions, the last run first."""
     run, expected = 1, None
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:

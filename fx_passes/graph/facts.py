@@ -1,6 +1,6 @@
 """Facts about a node of an ATen graph: its fake value, shape and dtype, and whether it belongs to backward.
 
-Sizes are `int` or `torch.SymInt`. Questions about sizes never add a guard, except `guarded_same`, which says so.
+Sizes are `int` or `torch.SymInt`. Questions about sizes never add a guard. Exception: `guarded_same`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fx_passes.torch_private import (
     statically_known_true,
 )
 
-torch_private.check(torch_private.INTERFACES)  # which registers what rules and passes name
+torch_private.check(torch_private.INTERFACES)  # registers the operators named by rules and passes
 
 Size: TypeAlias = int | torch.SymInt
 Shape: TypeAlias = tuple[Size, ...]
@@ -29,7 +29,7 @@ SizeArg: TypeAlias = int | Node
 """A size as an argument of a node: a number, or the node that computes it."""
 
 TAG = "partitioner_tag"
-"""Torch's meta key of a joint graph's node: which part it was traced in, and where it has to stay."""
+"""Torch's meta key of a joint graph's node: forward or backward, and whether it must stay there."""
 
 BACKWARD = "is_backward"
 
@@ -63,21 +63,22 @@ def same_shape(left: Sequence[object], right: Sequence[object]) -> bool:
 
 
 def same_layout(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal strides. That of a dimension of one element says nothing: Megatron's [1, T, V] has (V, V, 1)."""
+    """Equal strides. The stride of a dimension of one element does not count: Megatron's [1, T, V] has (V, V, 1)."""
     dims = zip(left.shape, left.stride(), right.stride(), strict=True)
     return all(same(size, 1) or same(old, new) for size, old, new in dims)
 
 
 def guarded_same(left: object, right: object) -> bool:
-    """Equal sizes; where they are for the sizes at hand, a guard makes it certain.
+    """Equal sizes; if they are equal for the sizes at hand, a guard is added.
 
-    For an index with as many rows as the logits: torch would allow fewer, so nothing else says that they are equal.
+    Needed for an index with as many rows as the logits: torch would accept fewer, so no other guard says that they are
+    equal.
     """
     return bool(guard_or_false(value(left) == value(right)))
 
 
 def hint(size: Size) -> int:
-    """A size as a number: of a symbolic one the size that the graph was traced with, 0 where torch has none."""
+    """A size as a number; for a symbolic one its hint, the size during tracing, or 0 without a hint."""
     if isinstance(size, torch.SymInt):
         known: Any = size.node.hint if size.node.has_hint() else 0
         return int(known)
@@ -85,10 +86,10 @@ def hint(size: Size) -> int:
 
 
 def numbers(sizes: Sequence[Size]) -> list[int]:
-    """Sizes as the numbers that a layout is decided by: symbolic ones by their hints.
+    """Sizes as numbers for a decision about layouts; symbolic ones by their hints.
 
-    One that data alone says is taken for large, with small divisors and none in common with another: dimensions of it
-    can be cut and put together where the program does so, and meet no other by chance.
+    A size that depends on data becomes a large number with small divisors and none in common with another size. So its
+    dimension can be split and joined as in the program, and equals no other by chance.
     """
     unknown = sorted({s for size in sizes for s in free_unbacked_symbols(size)}, key=str)
     given = {
@@ -116,7 +117,7 @@ def is_float_tensor(node: object) -> bool:
 
 
 def is_wide(node: object, min_vocab: int) -> bool:
-    """Floating, of two dimensions or more, the last of which may be a vocabulary; symbolic sizes by their hints."""
+    """Floating, of at least two dimensions, the last possibly a vocabulary; symbolic sizes by their hints."""
     return is_float_tensor(node) and rank_of(node) >= 2 and hint(shape_of(node)[-1]) >= min_vocab
 
 
@@ -125,7 +126,7 @@ def wide_nodes(graph: Graph, min_vocab: int) -> list[Node]:
 
 
 def is_as_wide(node: object, logits: Iterable[object]) -> bool:
-    """A tensor of two dimensions or more, the last of which is that of any of `logits`."""
+    """A tensor of at least two dimensions, the last as large as that of one of `logits`."""
     if rank_of(node) < 2:
         return False
     columns = shape_of(node)[-1]
@@ -133,7 +134,7 @@ def is_as_wide(node: object, logits: Iterable[object]) -> bool:
 
 
 def byte_count(node: Node) -> int:
-    """Bytes of a tensor, symbolic sizes by their hints; 0 where data alone says how many rows there are."""
+    """Bytes of a tensor, symbolic sizes by their hints; 0 if the number of rows depends on data."""
     tensor = value(node)
     return int(tensor.element_size()) * math.prod(map(hint, tensor.shape))
 

@@ -1,11 +1,11 @@
 """The fake value of a new node: its operator on fake operands.
 
-Entry point: `result_of`. Torch runs the operator on fake tensors; half of the passes' time was that. Arithmetic of
-tensors that are laid out alike gives one like them, which takes a tenth of it.
+Entry point: `result_of`. Torch runs the operator on fake tensors, which took half of the passes' time. For arithmetic
+on tensors of one layout the result is like the operands; that takes a tenth of the time.
 
 NOTE [Sizes that data alone says]
-Where a program cuts rows at a number out of a tensor, the size of what it gets is a symbol of its own (u0), which the
-node in the program binds. The same cut in a new node is another symbol, which nothing binds: there is no such node.
+If a program slices rows at a number read from a tensor, the slice's size is a new symbol (u0), bound by the slice's
+node. The same slice in a new node would be another symbol, bound by no node. So the passes do not create such nodes.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _ARITHMETIC = {
     aten.neg.default,
     aten.exp.default,
 }
-"""Element by element, of one dtype if that of its tensors is one of floats."""
+"""Element-wise operators. If all tensors have one floating dtype, so has the result."""
 
 
 def result_of(
     fake_mode: FakeTensorMode, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `target` gives for these fake tensors, numbers and lists of them.
+    """The result of `target` on these fake tensors, numbers and lists of them.
 
     Raises:
         Refused: see NOTE [Sizes that data alone says].
     """
     if target in _ARITHMETIC and not kwargs and (like := _all_alike(args)) is not None:
-        with unset_fake_temporarily():  # of the compile that goes on
+        with unset_fake_temporarily():  # of the compilation in progress
             made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
             return FakeTensor(fake_mode, made, like.device)
     with fake_mode, _leaving_no_symbol(fake_mode.shape_env):
         made = target(*args, **kwargs)
     if (symbols := _symbols(made)) and not symbols <= _symbols((args, kwargs)):
-        raise Refused(f"data alone says how large the result of a new {target} is")
+        raise Refused(f"the size of the result of a new {target} depends on data")
     return made
 
 
@@ -64,7 +64,7 @@ def _leaving_no_symbol(shapes: ShapeEnv | None) -> AbstractContextManager[None]:
 
 
 def _symbols(values: Any) -> set[Any]:
-    """Of sizes that data alone says."""
+    """The symbols of sizes that depend on data."""
     found: set[Any] = set()
     for value in tree_leaves(values):
         if isinstance(value, (torch.Tensor, torch.SymInt)):
@@ -73,7 +73,7 @@ def _symbols(values: Any) -> set[Any]:
 
 
 def _all_alike(args: Sequence[Any]) -> torch.Tensor | None:
-    """One of the tensors, where all are of a dtype of floats, sizes are numbers, and layouts equal and without gaps."""
+    """One of the tensors, if all have floating dtypes, static sizes, and equal layouts without gaps."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if not tensors or any(type(arg) not in (FakeTensor, int, float) for arg in args):
         return None

@@ -1,6 +1,7 @@
-"""What a fused operator computes, as nodes of the graph.
+"""The formula of a fused operator, as nodes of the graph.
 
-Entry point: `Formulas.emit`. Whoever defines the operators gives their formulas in torch calls; the calls are recorded.
+Entry point: `Formulas.emit`. The package with the operators gives their formulas as torch calls; the calls are
+recorded.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ _CHANGES_NOTHING: dict[Target, int] = {
     aten.sub.Tensor: 0,
     aten.mul.Tensor: 1,
 }
-"""The number that, as second operand, leaves a floating tensor as it is."""
+"""The neutral number of each operator: as second operand it does not change a floating tensor."""
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """What operators compute.
+    """The formulas of operators.
 
     Attributes:
         of: by operator, a function of its arguments except the last, its region. A list of columns, each a tensor
-            `[..., 1]` or one number for all rows, may take the place of their concatenation.
-        decompositions: of what the formulas call, into what the compiler knows.
+            `[..., 1]` or one number for all rows, may replace their concatenation.
+        decompositions: from the operators in the formulas to operators known to the compiler.
     """
 
     of: Mapping[Target, Callable[..., Any]]
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]] = dict
 
     def emit(self, emitter: Emitter, target: Target, *args: Any, **kwargs: Any) -> Any:
-        """Nodes for what `target` computes."""
+        """Nodes for the formula of `target`."""
         recorder = _Recorder(emitter, self.decompositions())
         given = map_arg(args, recorder.known)
         with torch.no_grad(), emitter.fake_mode, recorder:
@@ -53,7 +54,7 @@ class Formulas:
 
 
 class _Recorder(TorchDispatchMode):
-    """Emits a node for each operator that torch calls."""
+    """Emits a node for each operator called by torch."""
 
     def __init__(self, emitter: Emitter, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class _Recorder(TorchDispatchMode):
         self._nodes: dict[int, Node] = {}  # by the identity of their fake values
 
     def known(self, node: Node) -> Any:
-        """The fake value of `node`, which stands for it from now on."""
+        """The fake value of `node`; later calls with it read `node`."""
         self._nodes[id(value(node))] = node
         return value(node)
 
@@ -73,7 +74,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            return func(*args, **kwargs)  # what device a tensor is on
+            return func(*args, **kwargs)  # the device of a tensor
         if _changes_nothing(func, args):
             return args[0]
         with self:
@@ -98,7 +99,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(target: Target, args: tuple[Any, ...]) -> bool:
-    """Arithmetic of a floating tensor with a number that leaves it as it is."""
+    """Arithmetic of a floating tensor with its neutral number."""
     if target not in _CHANGES_NOTHING or not isinstance(args[0], torch.Tensor):
         return False
     number = args[1]

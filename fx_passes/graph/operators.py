@@ -1,6 +1,6 @@
 """Families of operators, each named once: their effect on any value.
 
-Which of them a form survives, and how, is not said here but in `rules/`.
+Their effect on forms is in `rules/`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 c10d = torch.ops._c10d_functional
 
-Target = Any  # an OpOverload or a Python function: what a node calls
+Target = Any  # an OpOverload or a Python function: the target of a node
 
 MATMULS: set[Target] = {
     aten.mm.default,
@@ -26,7 +26,7 @@ MATMULS: set[Target] = {
     aten.baddbmm.default,
 }
 TO_SHAPE: set[Target] = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-"""The same numbers in the order of memory, in a shape that is given."""
+"""The same numbers in the order of memory, in a given shape."""
 
 RESHAPES: set[Target] = TO_SHAPE | {
     aten.unsqueeze.default,
@@ -36,7 +36,7 @@ RESHAPES: set[Target] = TO_SHAPE | {
 }
 SAME_VALUE: set[Target] = {aten.clone.default, aten.alias.default, aten.detach.default}
 SAME_ROWS: set[Target] = RESHAPES | SAME_VALUE
-"""The same rows in the same order, where the last dimension stays."""
+"""The same rows in the same order; the last dimension stays."""
 
 EXACT: set[Target] = SAME_VALUE | {
     aten.neg.default,
@@ -44,7 +44,7 @@ EXACT: set[Target] = SAME_VALUE | {
     aten.clamp_min.default,
     aten.clamp.default,
 }
-"""Element-wise operators that round nothing."""
+"""Element-wise operators without rounding."""
 
 CASTS: set[Target] = {prims.convert_element_type.default, aten._to_copy.default}
 SPLITS: set[Target] = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
@@ -95,7 +95,7 @@ ALL_REDUCE: set[Target] = {c10d.all_reduce.default, c10d.wait_tensor.default}
 
 
 def under(node: Node, targets: Container[Target]) -> Node:
-    """What `node` shows through operators of `targets`, by their first arguments; `node` itself if of none."""
+    """The node below operators of `targets`, along their first arguments; `node` itself if it is none of them."""
     while node.op == "call_function" and node.target in targets:
         inner = node.args[0]
         if not isinstance(inner, Node):
@@ -106,7 +106,7 @@ def under(node: Node, targets: Container[Target]) -> Node:
 
 def turns(node: Node) -> bool:
     """Swaps the last two dimensions, and nothing else."""
-    if node.target not in TURNS:  # whose results are tensors
+    if node.target not in TURNS:  # with tensors as results
         return False
     rank = len(shape_of(node))
     if node.target is aten.t.default:
@@ -160,7 +160,7 @@ def is_pure(node: Node) -> bool:
 
 
 def same_value(node: Node) -> Node | None:
-    """The node whose value `node` has, whatever that is: under an alias, a copy, or an all-reduce over one rank."""
+    """The node with the same value as `node`: below an alias, a copy, or an all-reduce over one rank."""
     if node.target in SAME_VALUE:
         return node.all_input_nodes[0]
     if node.target is aten.copy.default:
@@ -182,7 +182,9 @@ WRITES: dict[Target, Target] = {
 
 
 def read_back(node: Node) -> Node | None:
-    """What was written just where the view `node` reads: a program changes a tensor through it, and reads it again."""
+    """The value written exactly where the view `node` reads: the program changes a tensor through a view and reads it
+    again.
+    """
     if node.target not in WRITES:
         return None
     whole = _first_with_value(node.args[0])
@@ -192,7 +194,7 @@ def read_back(node: Node) -> Node | None:
 
 
 def written_over(node: Node) -> Node | None:
-    """What the write `node` is over, without earlier writes to the same place; None for anything else."""
+    """The value overwritten by the write `node`, without earlier writes to the same place; None for any other node."""
     if node.target not in WRITES.values():
         return None
     base = _first_with_value(node.args[0])
@@ -206,7 +208,7 @@ def _where(node: Node, first: int) -> tuple[Any, ...]:
 
 
 def _first_with_value(node: Any) -> Node:
-    """Under copies, and views of what was written through them."""
+    """The value below copies, and below views that read their own writes."""
     found: Node = node
     while True:
         below = same_value(found) or read_back(found)

@@ -16,7 +16,7 @@ def ancestors(
     nodes: Iterable[Node],
     inputs: Callable[[Node], Iterable[Node]] = attrgetter("all_input_nodes"),
 ) -> set[Node]:
-    """All that `nodes` are computed from, by their `inputs`; themselves only where they depend on each other."""
+    """All nodes that `nodes` are computed from, along `inputs`; of `nodes` themselves those needed by others."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -27,7 +27,7 @@ def ancestors(
 
 
 def descendants(nodes: Iterable[Node], stop: Node | None = None) -> set[Node]:
-    """`nodes` and all that is computed from them other than through `stop`."""
+    """`nodes` and all nodes computed from them, except through `stop`."""
     found = set(nodes)
     waiting = list(found)
     while waiting:
@@ -45,7 +45,7 @@ def following(node: Node) -> Iterator[Node]:
 
 
 def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = False) -> set[Node]:
-    """What runs once `replacements` are in place; `forward`: for what forward returns only."""
+    """The nodes that run after `replacements`; `forward`: only those needed by forward's outputs."""
     output = graph.output_node()
     returned = [n for n in output.all_input_nodes if not (forward and is_backward(n))]
     effects = [n for n in _effects(graph) if not (forward and is_backward(n))]
@@ -61,7 +61,7 @@ def computed(graph: Graph, replacements: Mapping[Node, Node], forward: bool = Fa
 
 
 def _effects(graph: Graph) -> Iterator[Node]:
-    """Operators that run even if unread. Torch answers slowly, so each operator is asked once."""
+    """Operators that run even if unread. Torch is slow to answer, so each operator is looked up once."""
     known: dict[object, bool] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -77,7 +77,7 @@ def _effects(graph: Graph) -> Iterator[Node]:
 
 
 def is_dead(node: Node) -> bool:
-    """Whether nothing reads it that runs; there are passes that take nodes out at their end."""
+    """Whether no running node reads it; some passes remove dead nodes only at their end."""
     return node.op == "call_function" and not node.is_impure() and all(map(is_dead, node.users))
 
 
@@ -88,16 +88,16 @@ def tidy(graph: Graph) -> None:
 
 
 # NOTE [Who reads an input reads it before it is written]
-# Torch's graphs are functional but for their end, where inputs that the program changes are written by `copy_`. A node
-# that a pass makes of such an input means what was given; nothing in the graph itself says that it has to run before
-# the write, so the order says it. The partitioner (torch 2.13) takes a write that stands before what is computed from
-# a tangent to the front of backward, before all that it computes again there: a write of backward stands last.
+# Torch's graphs are functional except for their end, where `copy_` overwrites the inputs changed by the program. A new
+# node reading such an input means the original value. No data dependency puts it before the write, so the order of the
+# graph does. If a write of backward comes before nodes computed from a tangent, the partitioner (torch 2.13) moves it
+# to the front of backward, before all recomputed nodes. So a write of backward comes last.
 
 
 def sort(graph: Graph) -> None:
-    """Puts every node after its inputs, every write after the new nodes that read there, backward's last of all.
+    """Puts every node after its inputs, every write after new nodes reading its destination, backward's writes last.
 
-    Else keeps the order.
+    Otherwise the order stays.
 
     Raises:
         ValueError: a node depends on itself.
@@ -130,7 +130,7 @@ def sort(graph: Graph) -> None:
 
 
 def _readers_of_written(graph: Graph) -> dict[Node, list[Node]]:
-    """For every write of an input the nodes made by passes that read what it writes."""
+    """For every write of an input, the new nodes reading that input."""
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     if not writes:
         return {}

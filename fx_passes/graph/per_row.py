@@ -37,7 +37,7 @@ def exchanges(node: Node) -> bool:
 
 
 def numbers_per_row(graph: Graph) -> frozenset[Node]:
-    """What is reduced over its columns, or is one of them, and what is made of that in the same shape."""
+    """Values reduced over their columns, single columns, and values computed from these in the same shape."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and (_starts(node) or _goes_on(node, found)):
@@ -54,7 +54,7 @@ def _starts(node: Node) -> bool:
 
 
 def reduced_dims(node: Node) -> list[int]:
-    """The dimensions that a reduction takes, from the first."""
+    """The dimensions reduced by a reduction, counted from the first."""
     rank, given = rank_of(node.args[0]), node.args[1] if len(node.args) > 1 else ()
     dims = given if isinstance(given, Sequence) else [given]
     return [dim % rank for dim in dims if isinstance(dim, int)] if rank and dims else [*range(rank)]

@@ -22,30 +22,29 @@ slime_fused = torch.ops.slime_fused
 _AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 # NOTE [Elements of given logits]
-# `logits.masked_fill(~allowed, -inf)` of logits that the graph is given is stored for `row_stats`, which is a kernel of
-# its own. To the partitioner, which saves the fewest bytes, keeping that copy costs as much as keeping the logits; but
-# the logits are in memory anyway, and the copy is not. So it is with a teacher's softmax that is spelled out: made of
-# the teacher's logits and their statistics, element by element. Where backward reads such values in arithmetic alone,
-# they need not be there at all: they are computed again, element by element, in the kernel that makes the gradient.
-# `row_grad` would store them again, and so would a matmul, or whoever gets them returned.
+# `logits.masked_fill(~allowed, -inf)` of logits passed in is stored for `row_stats`, a separate kernel. The partitioner
+# saves the fewest bytes: to it, saving the copy costs as much as saving the logits. But the logits are in memory
+# anyway, and the copy is not. The same holds for a teacher's softmax spelled out as arithmetic on the teacher's logits
+# and their statistics. If backward reads such values in arithmetic only, they need no memory: the kernel of the
+# gradient recomputes their elements. `row_grad`, a matmul, or a return of the value would store it again.
 #
-# What the caller gets may be changed before backward runs; in eager code nothing is made of it again. So what is a
-# result itself is computed again rather than read, whoever reads it, and nothing else is that reads a result: it is
-# kept, and its own readers may be made again.
+# The caller may change a returned value before backward; eager code would not notice. So a result is recomputed rather
+# than read, by all readers. Other values are not recomputed from a result: they are saved, and their own readers may be
+# recomputed.
 #
-# Logits that the graph makes otherwise (rows that a mask picks, padded ones) are not there for nothing: what they are
-# kept in, backward could write over.
+# Logits computed by the graph in another way (rows picked by a mask, padded ones) have memory of their own anyway, and
+# backward can overwrite it.
 
 
 def recompute_elements(graph: Graph) -> None:
-    """Copies of given logits, and what is made of them and their statistics, are not kept where backward needs their
-    elements only.
-    """
+    """Copies of given logits, and element-wise functions of them, are recomputed if backward reads elements only."""
     statistics = graph.find_nodes(op="call_function", target=slime_fused.row_stats.default)
     logits = {node.all_input_nodes[0] for node in statistics}
     there = _kept_anyway(graph, logits)
     made, of_statistics = _made_of(graph, there)
-    undecided = {n for n in made if "recompute" not in n.meta}  # not what forward changes
+    undecided = {
+        n for n in made if "recompute" not in n.meta
+    }  # values changed by forward are decided already
     returned = _callers(graph)
     possible = _without(
         returned, [n for n in graph.nodes if n in undecided and is_as_wide(n, logits)]
@@ -59,9 +58,9 @@ def recompute_elements(graph: Graph) -> None:
 
 
 def keep_given(graph: Graph) -> None:
-    """Nothing that the graph is given is to be computed again.
+    """Inputs of the graph are never recomputed.
 
-    Where an operator changes nothing, as `x / 1.0`, torch's joint passes put `x` in its place and all of the operator's
+    If an operator changes nothing, as `x / 1.0`, torch's joint passes replace it by `x` and put all of the operator's
     `meta` on `x`; the partitioner then fails.
     """
     for node in graph.nodes:
@@ -70,7 +69,7 @@ def keep_given(graph: Graph) -> None:
 
 
 def _callers(graph: Graph) -> set[Node]:
-    """What shares memory with a result of forward, and with nothing that the graph is given."""
+    """Values sharing memory with a result of forward, and with no input of the graph."""
     aliases = Aliases(graph)
     results = (n for n in graph.output_node().all_input_nodes if not is_backward(n))
     groups = [aliases.of(result) for result in results]
@@ -78,7 +77,7 @@ def _callers(graph: Graph) -> set[Node]:
 
 
 def _kept_anyway(graph: Graph, logits: set[Node]) -> set[Node]:
-    """What forward is given, and its numbers per row, which cost nothing."""
+    """Inputs of forward, and its numbers per row: saving these costs no extra memory."""
     given = {n for n in graph.nodes if is_given(n) and not is_tangent(n)}
     calls = (n for n in graph.nodes if n.op == "call_function" and not is_backward(n))
     return given | {n for n in calls if any(_is_per_row(n, x) for x in logits)}
@@ -92,7 +91,7 @@ def _is_per_row(node: Node, logits: Node) -> bool:
 
 
 def _made_of(graph: Graph, there: set[Node]) -> tuple[set[Node], set[Node]]:
-    """What is made of `there` and constants, element by element; what of both is of statistics."""
+    """Element-wise functions of `there` and constants; and the values of both that depend on statistics."""
     made: set[Node] = set()
     of_statistics: set[Node] = set()
     for node in graph.nodes:
@@ -109,7 +108,7 @@ def _made_of(graph: Graph, there: set[Node]) -> tuple[set[Node], set[Node]]:
 
 
 def _without(returned: set[Node], nodes: list[Node]) -> set[Node]:
-    """Those of `nodes`, in their order, that read nothing of `returned`, unless it is one of them."""
+    """The `nodes` without returned inputs, other than inputs found here themselves."""
     found: set[Node] = set()
     for node in nodes:
         if returned.intersection(node.all_input_nodes) <= found:
@@ -125,14 +124,14 @@ def _is_statistic(node: Node) -> bool:
 
 
 def _reads_one_element(node: Node) -> bool:
-    """Of each input that at its place, if any."""
+    """At each place, reads only the element at that place of each input."""
     if not is_pure(node):
         return False
     return not node.all_input_nodes or node.target in VIEWS or is_elementwise(node)
 
 
 def _is_stored(node: Node) -> bool:
-    """Whether a reader needs it in memory: the caller, or of backward what is not arithmetic."""
+    """Whether a reader needs it in memory: the caller, or a node of backward other than arithmetic."""
     return any(
         _stores(reader) or (reader.target in VIEWS and _is_stored(reader)) for reader in node.users
     )

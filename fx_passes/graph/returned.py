@@ -1,8 +1,8 @@
 """Outputs of a graph stay separate tensors.
 
-Entry point: `Returned`, made before a rewrite. A view of an input stays one. Whoever changes one result in place must
-not find another one changed, nor an input, nor what backward has saved; and autograd takes a tensor that comes back
-twice, once detached, for a tensor without a gradient.
+Entry point: `Returned`, constructed before a rewrite. A view of an input stays one. The caller may change one result in
+place: that must not change another result, an input, or a tensor saved for backward. And if a tensor is returned twice,
+once detached, autograd treats both as without a gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fx_passes.torch_private import FakeTensorMode, TangentAOTInput
 
 
 class Returned:
-    """The results of forward by their places, each with the results, and the inputs, that share its memory."""
+    """The results of forward by position, each with the results and inputs that share its memory."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -41,9 +41,9 @@ class Returned:
         }
 
     def views(self) -> set[Node]:
-        """The results that are views of inputs, or share memory with other results, and stay so; what leads to them.
+        """Results that are views of inputs or share memory with other results, and the nodes between.
 
-        That is, from the inputs; or from the last value that two of them are both views of.
+        The nodes between start at the inputs, or at the last value that two of the results are views of.
         """
         results = self._results()
         of_inputs = [
@@ -60,10 +60,10 @@ class Returned:
         return found
 
     def keep_apart(self, fake_mode: FakeTensorMode, is_wide: Callable[[Node], bool]) -> None:
-        """Copies of results that share memory now, which they did not before.
+        """Copies results that share memory since the rewrite: with inputs, earlier results, or values read by backward.
 
-        With inputs, with earlier results, or with what backward reads. Exception: logits that come back whole, or with
-        a gradient, are not copied for that; autograd compares their version.
+        Exception: logits returned in full, or with a gradient, are not copied for backward's sake; autograd compares
+        their version.
         """
         output, results, aliases = self.graph.output_node(), self._results(), Aliases(self.graph)
         earlier: set[int | str] = set()
@@ -86,7 +86,7 @@ class Returned:
         output.args = (results[0] if isinstance(output.args[0], Node) else tuple(results),)
 
     def _is_part(self, node: Node, told: dict[str, Any], at: int) -> bool:
-        """Whether it is a part of a larger value, without a gradient: autograd knows no view that inductor makes."""
+        """Whether it is a part of a larger value, without a gradient: autograd knows no view made by inductor."""
         found = value(node)
         if same(found.untyped_storage().nbytes(), found.numel() * found.element_size()):
             return False
@@ -117,7 +117,7 @@ class Returned:
         return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
     def _newly_saved(self, aliases: Aliases) -> set[int]:
-        """The places of results that a pass has made backward read, other than through what read them before."""
+        """The positions of results that backward reads since the rewrite, other than through their former readers."""
         needed = ancestors(node for node in self.graph.nodes if is_backward(node))
         late = {
             at: {reader for reader in readers if is_backward(reader) or reader in needed}
@@ -130,7 +130,7 @@ class Returned:
         }
 
     def _read(self, aliases: Aliases) -> dict[int, set[Node]]:
-        """What reads the memory of each result that is no view of an input."""
+        """The readers of the memory of each result that is no view of an input."""
         results = self._results()
         return {
             at: {user for alias in aliases.of(results[at]) for user in alias.users}

@@ -1,19 +1,19 @@
 """The effect of each ATen operator on rows: their position in its result, and the same operator on some rows.
 
-Entry points: `block_of`, where the rows of a result are, from those of its operands; `step_of`, the operator over a
+Entry points: `block_of`, the rows' position in a result, from those in its operands; `step_of`, the operator over a
 chunk of the rows; `across`, an operator that adds over all rows. `_RULES` is the table.
 
-A value that has rows has them in a *block*: dimensions whose sizes multiply to the number of rows, such as the first
+The rows of a value form a *block*: dimensions whose sizes multiply to the number of rows, such as the first
 two of logits [B, T, V], the first of [B * T, V], the second of a transposed [V, N], the first and the last of
 [B, V, T]. A chunk of such a value has the rows in front, in one dimension, and the other dimensions behind it in their
 order: [n, V]. A `Step` is the operator on chunks. A value without the block is `Whole`: the same for every chunk.
 
 NOTE [Row by row]
-An operator works row by row if what it computes for some rows follows from those rows of its operands alone. Cutting
-its operands into chunks and putting the results one behind the other then gives what it gives for all rows at once.
-The table says so of pointwise operators, of those that work along a dimension outside the block, of permutations and
-of views that leave the dimensions of rows apart from others, and of a matmul whose other operand is whole. An operator
-that is not listed is not believed to do so. Longer than other files: the table stands in one place.
+An operator works row by row if its result for some rows depends on those rows of its operands only. Cutting its
+operands into chunks and concatenating the results then gives the same as all rows at once. By the table this holds for
+pointwise operators, operators along a dimension outside the block, permutations, views that keep the dimensions of
+rows apart from others, and a matmul with a `Whole` operand. For other operators it is not assumed. Longer than other
+files: one table.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ prims = torch.ops.prims
 
 
 class Block(NamedTuple):
-    """Dimensions of a value that hold its rows, the slowest first: row number `t * B + b` of a block (1, 0), [B, T]."""
+    """The dimensions of a value's rows, the slowest first: row number `t * B + b` of a block (1, 0), [B, T]."""
 
     dims: tuple[int, ...]
 
@@ -105,7 +105,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """All of `node`, without the dimensions of size 1 that stand where others have rows."""
+    """All of `node`, without the dimensions of size 1 at the position of the rows."""
 
     node: Node
     without: Block | None = None
@@ -125,12 +125,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Across:
-    """What adds over rows.
+    """A reduction over rows.
 
     Attributes:
-        how: "sum", "max" or "min" of what `step` gives for each chunk; "product": the two operands of `step` multiplied
+        how: "sum", "max" or "min" of the chunks' results of `step`; "product": the two operands of `step` multiplied
             over the rows and added.
-        mean_of: a mean over these dimensions of the operand, whose sum is to be divided.
+        mean_of: for a mean, the operand's dimensions whose sizes divide the sum.
     """
 
     how: str
@@ -139,11 +139,11 @@ class Across:
 
 
 Known = Callable[[Node], Block | None]
-"""The block of a node that is known to have rows."""
+"""The block of a node with rows, None for any other node."""
 
 
 def shape_of_value(node: Node) -> Shape:
-    """Of a tensor, or of the first one of several; nothing of what is none."""
+    """The shape of a tensor, or of the first one of several; () otherwise."""
     found = value(node)
     several = found if isinstance(found, (tuple, list)) else (found,)
     first = next((each for each in several if isinstance(each, Tensor)), None)
@@ -165,14 +165,14 @@ def _product(sizes: Sequence[Any]) -> Any:
 
 
 def normal(block: Block, shape: Sequence[Any]) -> Block:
-    """Without dimensions of size 1, so that equal blocks are spelled alike."""
+    """Without dimensions of size 1, so that equal blocks compare equal."""
     return Block(tuple(dim for dim in block.dims if not same(shape[dim], 1)) or block.dims[-1:])
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------
 
 _ELSEWHERE = {"device", "layout", "pin_memory", "memory_format", "requires_grad"}
-"""Arguments that say where and how a result lies, not what it is."""
+"""Arguments for the device and the layout of a result, without effect on its values."""
 
 
 def _signature(node: Node) -> Any:
@@ -241,7 +241,7 @@ _FACTORIES: dict[Any, str] = {
     aten.ones.default: "size",
     aten.empty.memory_format: "size",
 }
-"""One number everywhere; and the name of the argument that is the shape."""
+"""Constants: one number everywhere; with the name of the argument that is the shape."""
 
 _ALONG: dict[Any, tuple[str, ...]] = {
     aten.gather.default: ("self", "index"),
@@ -263,7 +263,7 @@ _ALONG: dict[Any, tuple[str, ...]] = {
     aten.index_select.default: ("self",),
     aten.cat.default: ("tensors",),
 }
-"""Work along a dimension that stays; and the tensors that have it. All of them have rows, or are the same for all."""
+"""Work along a dimension that stays, by the arguments with tensors. All of these have rows, or none does."""
 
 _REDUCTIONS: dict[Any, str] = {
     aten.sum.default: "sum",
@@ -290,7 +290,7 @@ _REDUCTIONS: dict[Any, str] = {
     aten.median.dim: "",
     aten.kthvalue.default: "",
 }
-"""Reduce dimensions; and how results for parts of the rows are put together, where they can be."""
+"""Reductions over dimensions, with the way to combine the results for parts of the rows, if there is one."""
 
 _MATMULS: set[Any] = {aten.mm.default, aten.addmm.default}
 if hasattr(aten.mm, "dtype"):
@@ -328,7 +328,7 @@ def are_alternatives(node: Node) -> bool:
 
 
 def block_of(node: Node, known: Known) -> Block | None:
-    """Where the rows of `node` are, if it works row by row on operands that have them; else None."""
+    """The rows' position in `node`, if it works row by row on operands with rows; otherwise None."""
     rule = _rule_of(node)
     if rule is None:
         return None
@@ -340,16 +340,17 @@ def block_of(node: Node, known: Known) -> Block | None:
 
 
 def step_of(node: Node, block: Block) -> Step | None:
-    """`node` over a chunk of the rows that it has in `block`; None where it does not work row by row on them."""
+    """`node` over a chunk of its rows in `block`; None if it does not work row by row on them."""
     rule = _rule_of(node)
     return None if rule is None else rule.step(node, block)
 
 
 class Rule(NamedTuple):
-    """What an operator does to rows.
+    """The effect of an operator on rows.
 
     Attributes:
-        block: from the node, its first operand with rows, their block there, and what is known of others: the result's.
+        block: from the node, its first operand with rows, their block there, and the blocks of others: the result's
+            block.
         step: from the node and the block of its result: the operator over a chunk.
     """
 
@@ -399,7 +400,7 @@ def _after_select(node: Node, first: Node, block: Block, known: Known) -> Block 
 
 
 def _less(block: Block, gone: Sequence[int]) -> Block:
-    """Where the rows of a result are that has not these dimensions of the operand."""
+    """The rows' position in a result without these dimensions of the operand."""
     return Block(tuple(each - sum(dim < each for dim in gone) for each in block.dims))
 
 
@@ -411,12 +412,12 @@ def _before_select(node: Node, first: Node, block: Block, known: Known) -> Block
 
 
 def _beside(block: Block, dim: int) -> Block:
-    """Where the rows of a result are that has `dim` beside the operand's dimensions."""
+    """The rows' position in a result with `dim` in addition to the operand's dimensions."""
     return Block(tuple(each + (dim <= each) for each in block.dims))
 
 
 def _block_of_view(old: Shape, block: Block, new: Shape) -> Block | None:
-    """Each run of dimensions that lie one behind the other in `old` has to be some dimensions of `new`."""
+    """Each run of neighbouring dimensions of rows in `old` must be some dimensions of `new`."""
     found: list[int] = []
     for run in _runs(old, block):
         start = _reaching(new, 0, _product(old[: run[0]]))
@@ -430,7 +431,7 @@ def _block_of_view(old: Shape, block: Block, new: Shape) -> Block | None:
 
 
 def _runs(shape: Shape, block: Block) -> list[list[int]]:
-    """The dimensions of `block`, those together that are neighbours in `shape` but for dimensions of size 1."""
+    """The dimensions of `block`, in groups of neighbours in `shape`; dimensions of size 1 do not separate."""
     runs: list[list[int]] = []
     for dim in block.dims:
         follows = bool(runs) and dim > runs[-1][-1]
@@ -450,7 +451,7 @@ def _reaching(shape: Shape, start: int, wanted: Any) -> int | None:
 
 
 def _turned(node: Node) -> list[int]:
-    """Which dimension of the operand each one of the result is."""
+    """For each dimension of the result, the operand's dimension."""
     return [dim % _rank(node) for dim in _args(node)[1]]
 
 
@@ -484,7 +485,7 @@ def _block_of_reduction(node: Node, first: Node, block: Block, known: Known) -> 
 
 
 def _block_of_index(node: Node, first: Node, block: Block, known: Known) -> Block | None:
-    """Columns of rows that are taken by their own numbers; or the same columns of all rows."""
+    """Columns of rows indexed by their own numbers; or the same columns of all rows."""
     base, indices = _args(node)[:2]
     if first is base and _columns_alone(indices) is not None:
         return block
@@ -494,7 +495,7 @@ def _block_of_index(node: Node, first: Node, block: Block, known: Known) -> Bloc
 
 
 def _columns_alone(indices: Any) -> int | None:
-    """The only dimension that is indexed, by a list of columns that is the same for all rows."""
+    """The only indexed dimension, if its index is a list of columns, equal for all rows."""
     given = [dim for dim, each in enumerate(indices) if each is not None]
     if (
         len(given) != 1
@@ -515,7 +516,7 @@ def _column_indices(indices: Any, block: Block) -> list[Any] | None:
 
 
 def _is_every_row(index: Any, rows: Any) -> bool:
-    """[0, 1, ..., rows - 1], in a shape whose first dimension is all of it."""
+    """[0, 1, ..., rows - 1], in a shape with all of it in the first dimension."""
     if not isinstance(index, Node) or not same(shape_of_value(index)[0], rows):
         return False
     index = under(index, RESHAPES | CASTS | SAME_VALUE)
@@ -556,7 +557,7 @@ def _expand_step(node: Node, block: Block) -> Step | None:
 
 
 def _size_args(node: Node, block: Block) -> list[Any]:
-    """The sizes of `node` outside the block, as numbers or the nodes that its arguments give."""
+    """The sizes of `node` outside the block, as numbers or the nodes among its arguments."""
     shape = shape_of_value(node)
     given = (
         _args(node)[1]
@@ -583,7 +584,7 @@ def _turned_step(node: Node, block: Block) -> Step | None:
 
 
 def _aligned(arg: Any, shape: Shape, block: Block) -> Rows | Whole | None:
-    """An operand that is broadcast to `shape`, which has rows in `block`; None where only some of its rows differ."""
+    """An operand broadcast to `shape`, with rows in `block`; None if only some of its rows differ."""
     own = shape_of_value(arg)
     missing = len(shape) - len(own)
     lead = [own[dim - missing] if dim >= missing else 1 for dim in block.dims]
@@ -668,7 +669,7 @@ def _select_step(node: Node, block: Block) -> Step | None:
 
 
 def _put_step(node: Node, block: Block) -> Step | None:
-    """What is written at a place, or a slice, of another dimension: into zeros or into a value."""
+    """A write to a position, or a slice, of another dimension: into zeros or into a value."""
     named = _bound(node)
     dim = named["dim"] % _rank(node)
     moved = block.moved(dim)
@@ -828,7 +829,7 @@ _RULES: dict[Any, Rule] = {
 
 
 def across(node: Node, known: Known) -> Across | None:
-    """How `node` adds over the rows of its operands; None where it does not."""
+    """The reduction of `node` over the rows of its operands; None if there is none."""
     target: Any = node.target
     if node.op != "call_function":
         return None
@@ -867,5 +868,5 @@ def _added(
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over chunks are kept in."""
+    """The dtype of sums over chunks."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -8,13 +8,13 @@ from torch.fx import Node
 from fx_passes.graph.facts import Size, same
 
 END = 9223372036854775807
-"""A slice's bound for all that is left, as torch writes it."""
+"""Torch's spelling of a slice without an upper bound."""
 
 Bound = int | Node | torch.SymInt | None
 
 
 def bounds(size: Size, start: Bound, stop: Bound) -> tuple[Any, Any]:
-    """Slice bounds in one spelling: numbers within the size where the size is a number, END for all that is left."""
+    """Slice bounds in one spelling: numbers within the size if the size is a number, END for no upper bound."""
     start = 0 if start is None else start
     stop = END if stop is None else stop
     if not isinstance(size, int):

@@ -1,6 +1,6 @@
 """The user's line of a node: the last frame of its stack trace outside of libraries, as `file:line`.
 
-Torch is one; `skip_folder` names others whose lines stand between the user's and the operator.
+Torch is a library; `skip_folder` adds others with frames between the user's line and the operator.
 """
 
 import re
@@ -26,7 +26,7 @@ def frames(stack_trace: str) -> list[tuple[str, int, str]]:
 
 
 def source_of(node: Node) -> str:
-    """`file:line` of the innermost user frame, or "" where torch recorded none."""
+    """`file:line` of the innermost user frame, or "" without one."""
     every = frames(node.meta.get("stack_trace") or "")
     found = [frame for frame in every if not frame[0].startswith(tuple(_LIBRARIES))] or every
     return f"{found[-1][0]}:{found[-1][1]}" if found else ""

@@ -1,9 +1,9 @@
 """The memory changed by nodes of Dynamo's graph: their arguments, or a gradient by a hook.
 
-Entry points: `example` and `Writes`. Dynamo's graph calls what the program calls, before functionalisation, and no name
-says what that changes: `F.relu(x, True)`, `torch._foreach_mul_`, an operator that a library registers. So each node
-runs again on fake tensors, and the schemas of the ATen operators that it calls say which of their arguments they write
-to. A node that cannot run so, such as a higher-order operator or an unknown function, may change all that it is given.
+Entry points: `example` and `Writes`. Dynamo's graph has the program's own calls, before functionalisation, and names do
+not show what a call changes: `F.relu(x, True)`, `torch._foreach_mul_`, an operator registered by a library. So each
+node runs again on fake tensors, and the schemas of the ATen operators it calls declare the written arguments. A node
+that cannot run so, such as a higher-order operator or an unknown function, may change all of its arguments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Memory = frozenset[int]
 """Storages, each by a number."""
 
 _RUN_THEIR_BODIES = {"autograd_function_apply", "tag_activation_checkpoint", "wrap"}
-"""Higher-order operators that run their bodies and do nothing else; others are hooks, kernels, control flow."""
+"""Higher-order operators without effects beyond their bodies'; others are hooks, kernels, control flow."""
 
 _IN_PYTHON = {"torch.nn.functional", "torch.functional", "torch._jit_internal", "torch._tensor"}
-"""Where torch has functions in Python that do nothing but call operators."""
+"""Torch's modules of Python functions that only call operators."""
 
 _UNKNOWN = object()
 
@@ -41,12 +41,12 @@ def example(node: object) -> Any:
 
 @dataclass(frozen=True)
 class _Run:
-    """What came of a node.
+    """The result of running a node.
 
     Attributes:
         value: its own, or `_UNKNOWN`.
-        memory: where the value lies, or may lie.
-        written: what the node may have changed.
+        memory: the certain or possible memory of the value.
+        written: memory possibly changed by the node.
         repeatable: it changes nothing and draws no random numbers.
     """
 
@@ -57,13 +57,13 @@ class _Run:
 
 
 class _Unknowable(Exception):
-    """The fake values do not say what shares memory: storages were exchanged, or a tensor has several."""
+    """The fake values do not show shared memory: storages were exchanged, or a tensor has several."""
 
 
 class Writes:
-    """What the nodes of one of Dynamo's graphs change. Nothing runs before a pass asks: few graphs have a candidate.
+    """The memory changed by the nodes of one of Dynamo's graphs. Nothing runs before the first query.
 
-    A node that a pass adds later runs when it is asked about.
+    A node added later runs at its first query.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -72,21 +72,21 @@ class Writes:
         self._unknowable = False
 
     def change(self, nodes: Iterable[Node], memory: Set[int]) -> bool:
-        """Whether one of `nodes` may write to `memory`, or hook the gradient of what lies there."""
+        """Whether one of `nodes` may write to `memory`, or hook a gradient there."""
         self._run_all()
         return self._unknowable or any(self.written(each) & memory for each in nodes)
 
     def written(self, node: Node) -> Memory:
-        """What it may write to, where the graph's fake values say what shares memory at all."""
+        """Memory possibly written by `node`, if the graph's fake values show shared memory."""
         return self._of(node).written
 
     def memory(self, nodes: Iterable[object]) -> Memory:
-        """Where the values of `nodes` lie, or may lie."""
+        """The memory of the values of `nodes`, certain or possible."""
         given = (each for each in nodes if isinstance(each, Node))
         return frozenset().union(*(self._of(each).memory for each in given))
 
     def returned(self) -> Memory:
-        """What the graph's caller gets, and may change."""
+        """The memory returned to the graph's caller, who may change it."""
         return self.memory(self._graph.output_node().all_input_nodes)
 
     def repeatable(self, node: Node) -> bool:
@@ -94,7 +94,7 @@ class Writes:
         return self._of(node).repeatable
 
     def _run_all(self) -> None:
-        """One node anywhere may say that nothing is known."""
+        """One node anywhere may make everything unknown."""
         if not self._runs:
             for each in self._graph.nodes:
                 self._try(each)
@@ -157,7 +157,7 @@ def _attribute(node: Node) -> Any:
 
 
 def _may_change(node: Node) -> bool:
-    """Whether a higher-order operator changes what it is given: a node of a body does."""
+    """Whether a higher-order operator changes its arguments: a node of one of its bodies does."""
     target: Any = node.target
     if target.name() not in _RUN_THEIR_BODIES:
         return True
@@ -187,7 +187,7 @@ def _may_run(node: Node) -> bool:
 
 
 def _on_aliases(node: Node, args: Any, kwargs: Any) -> tuple[Any, Memory, bool] | None:
-    """Runs `node`: its value, what it writes to, whether that is random; None where it cannot run."""
+    """Runs `node`: its value, the written memory, whether it is random; None if it cannot run."""
     tensors = _tensors((args, kwargs))
     if not all(isinstance(each, FakeTensor) for each in tensors):
         return None
@@ -210,19 +210,19 @@ def _on_aliases(node: Node, args: Any, kwargs: Any) -> tuple[Any, Memory, bool] 
 
 
 def _alias(value: Any) -> Any:
-    """The same memory, in a tensor of its own: what is done to that, and its version, are not those of `value`."""
+    """Another tensor over the same memory: changes of the new tensor and its version do not touch `value`."""
     return value.data if isinstance(value, Tensor) else value
 
 
 def _without_traces(shapes: Any) -> list[Any]:
-    """So that nothing of the run is left in torch's table of symbolic sizes."""
+    """Keeps symbols of the run out of torch's table of symbolic sizes."""
     return (
         [] if shapes is None else [shapes.ignore_fresh_unbacked_symbols(), shapes.suppress_guards()]
     )
 
 
 class _Writing(TorchDispatchMode):
-    """Operators write to copies; what they would have written to is noted."""
+    """Operators write to copies; the would-be written memory is recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class _Writing(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that the schema says are written to."""
+    """The arguments declared as written by the schema."""
     schema = func._schema.arguments
     given = {s.name: each for s, each in zip(schema, args, strict=False)} | kwargs
     names = [s.name for s in schema if s.alias_info is not None and s.alias_info.is_write]

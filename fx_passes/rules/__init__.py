@@ -17,9 +17,9 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 # W, U: full-vocabulary values in row normal form (docs/design.md); x logits, y = s x; r a number (per row); v a column.
-# A rule takes (context, node, *arguments) and returns a form, a mask, what stands in for the node, or None where the
-# value is no affair of the pass; it raises Refused with the reason that the report shows. It never edits the graph.
-# `Starts`: asked also where no operand is full-vocabulary, since the value may begin one.
+# A rule takes (context, node, *arguments) and returns a form, a mask, a replacement of the node, or None for a value
+# without logits. It raises Refused with the reason for the report. It never edits the graph.
+# `Starts`: also runs without a full-vocabulary operand, because the value may be the first one.
 
 RULES: dict[Target, Rule] = {
     # the same value: this is how clones vanish
@@ -48,7 +48,7 @@ RULES: dict[Target, Rule] = {
     aten.log.default: Starts(
         pointwise.log
     ),  # log(exp(y - c) a) = y - c + log a; log(mass) = its exponent
-    # guards: the limit that they put is what the form has there
+    # guards: the form already has the value that they set
     aten.eq.Scalar: guards.compare(guards.is_zero),  # p == 0; x == -inf
     aten.ne.Scalar: guards.compare(guards.is_not_zero),
     aten.gt.Scalar: guards.compare(guards.above),  # p > 0; x > finfo.min
@@ -65,7 +65,7 @@ RULES: dict[Target, Rule] = {
     aten.logical_not.default: guards.invert,
     aten.bitwise_not.default: guards.invert,
     aten.where.self: guards.where,  # m W + (1 - m) U over rows; W + [v == i] (U[i] - W[i]); the guarded limit
-    aten.clamp_min.default: guards.clamp_min,  # W, where nothing but -inf is below
+    aten.clamp_min.default: guards.clamp_min,  # W, if all smaller elements are -inf
     aten.clamp.default: guards.clamp_min,
     # over the vocabulary: row statistics (max, log_sum, mean, total of y)
     aten.amax.default: reductions.amax,  # max(e + f x) = e + max(f x)
@@ -84,7 +84,7 @@ RULES: dict[Target, Rule] = {
     aten.scatter.src: columns.scatter,
     aten.scatter_add.default: columns.scatter_add,  # W + [v == i] r
     aten.index_put.default: columns.index_put,  # as scatter and scatter_add, for [iota, ..., i]
-    # what begins a full-vocabulary value
+    # operators that start a full-vocabulary value
     aten.full.default: Starts(constants.filled),  # e
     aten.full_like.default: constants.full_like,  # e
     aten.zeros_like.default: constants.zeros_like,  # 0
@@ -114,7 +114,7 @@ RULES: dict[Target, Rule] = {
 }
 
 ROW_SCALARS: dict[Target, RowRule] = {
-    # what a number per row is, as a polynomial in others
+    # numbers per row, as polynomials in others
     **dict.fromkeys(CASTS, numbers.row_cast),  # r
     aten.view.default: numbers.row_reshape,  # r, every atom reshaped alike
     aten._unsafe_view.default: numbers.row_reshape,

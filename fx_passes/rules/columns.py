@@ -62,7 +62,7 @@ def _label(form: Form) -> str:
 
 
 def _first_rows(c: Context, form: Form, sizes: Sequence[SizeArg]) -> Form:
-    """The rows that an index names: all, or the first of a dimension."""
+    """The rows named by an index: all, or the first of a dimension."""
     if len(sizes) != len(form.shape):
         raise Refused("an index of another rank than the logits")
     for dim, size in enumerate(sizes):
@@ -112,7 +112,7 @@ def _from_the_end(c: Context, form: Form, columns: Node) -> Node:
 def scatter(
     c: Context, node: Node, operand: Operand, dim: int, index: Operand, src: Operand
 ) -> Result:
-    """W with `src` at one column per row, or at several that differ: W + [v == index] (src - W[index])."""
+    """W with `src` at one column per row, or at several different ones: W + [v == index] (src - W[index])."""
     return _scattered(c, node, operand, dim, index, src, accumulate=False)
 
 
@@ -188,10 +188,10 @@ def _matches(form: Form, shape: Shape, index: Node) -> bool:
 
 
 def _weight(c: Context, form: Form, src: Operand) -> Poly:
-    """What is written at a column; a sum that the user has computed stays as it is rounded.
+    """The value to write at a column. A sum computed by the user keeps its rounding.
 
-    The user's sum over the vocabulary is of the very same numbers, and where they cancel only equal ones do. One number
-    over as many rows as a vocabulary has looks like a full-vocabulary constant.
+    The user's sum over the vocabulary contains the same rounded numbers, and only equal numbers cancel in it. A single
+    number over as many rows as a vocabulary looks like a full-vocabulary constant.
     """
     if isinstance(src, Form) and is_constant(src):
         return src.e

@@ -33,10 +33,10 @@ from fx_passes.walk.statistics import compute_dtype, dtype_of
 aten = torch.ops.aten
 
 _TRUE_OF_NAN = {aten.ne.Scalar}
-"""Comparisons that hold of NaN."""
+"""Comparisons with the result True at NaN."""
 
 _LIMITS = {Guard.NULL, Guard.MINUS_INF, Guard.LOWEST}
-"""Where exponentials are zero."""
+"""Guards that hold at zeros of an exponential."""
 
 Seen = tuple[Guard, bool]
 """A guard, and whether the comparison is its negation."""
@@ -67,7 +67,7 @@ def compare(guards: Callable[[Context, Node, Form, float], Seen | None]) -> Call
 
 
 def _compare_rows(c: Context, node: Node, form: Form) -> Mask:
-    """Of a number per row that the program has spread over the vocabulary: compared before that."""
+    """A comparison of a number per row, expanded over the vocabulary by the program: made before expanding."""
     rows = under(node.args[0], {aten.expand.default})  # type: ignore[arg-type]
     if isinstance(c.read(rows), (Form, Mask)):
         raise Refused("a comparison over the vocabulary that is not a known guard")
@@ -87,13 +87,13 @@ def is_not_zero(c: Context, node: Node, form: Form, number: float) -> Seen | Non
 
 
 def at_least(c: Context, node: Node, form: Form, number: float) -> Seen | None:
-    """`x >= finfo.min` fails only for -inf (and NaN); `x >= -inf` not even for that."""
+    """`x >= finfo.min` fails only for -inf (and NaN); `x >= -inf` fails for neither."""
     known = form.is_affine and -math.inf < number <= _lowest(node, form)
     return (Guard.MINUS_INF, True) if known else None
 
 
 def above(c: Context, node: Node, form: Form, number: float) -> Seen | None:
-    """`x > number` for a number of at most finfo.min; `p > 0`, not of a `p` that may be negative."""
+    """`x > number` for a number of at most finfo.min; `p > 0` unless `p` may be negative."""
     if form.is_exp and number == 0:
         positive = all(term.b.is_zero and c.rows.is_positive(term.a) for term in form.exps)
         return (Guard.NULL, True) if positive else None
@@ -104,13 +104,13 @@ def above(c: Context, node: Node, form: Form, number: float) -> Seen | None:
 
 
 def at_most(c: Context, node: Node, form: Form, number: float) -> Seen | None:
-    """`p <= 0`, of a `p` that may not be negative."""
+    """`p <= 0` unless `p` may be negative."""
     seen = above(c, node, form, number) if form.is_exp else None
     return None if seen is None else (seen[0], not seen[1])
 
 
 def _lowest(node: Node, form: Form) -> float:
-    """The smallest finite number in the dtype of what is compared, or of the logits, where that is narrower."""
+    """The smallest finite number in the dtype of the compared value, or of the logits if that is narrower."""
     dtypes = [value(each).dtype for each in (node.args[0], form.x) if each is not None]
     return max(torch.finfo(d).min if d.is_floating_point else -math.inf for d in dtypes)
 
@@ -126,7 +126,7 @@ def isinf(c: Context, node: Node, operand: Operand) -> Result:
     form = as_form(operand)
     only_everywhere(form)
     if not _is_log_probs(c, form):
-        raise Refused("infinite elements of another value than log-probs are asked for")
+        raise Refused("isinf of a value other than log-probs")
     return Mask(Guard.MINUS_INF, form)
 
 
@@ -138,7 +138,7 @@ def _is_log_probs(c: Context, form: Form) -> bool:
 
 
 def both(c: Context, node: Node, left: Operand, right: Operand) -> Result:
-    """Of two guards that say the same: torch's derivative of xlogy asks for `p == 0` and `p <= 0`."""
+    """Two guards with the same meaning: torch's derivative of xlogy asks for `p == 0` and `p <= 0`."""
     if not isinstance(left, Mask) or not isinstance(right, Mask) or left.guard is Guard.ROW:
         return logical(c, node, left, right)
     if left != replace(right, at_nan=left.at_nan):
@@ -192,7 +192,7 @@ def equals(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 
 
 def differs(c: Context, node: Node, left: Operand, right: Operand) -> Result:
-    """ne of a column number with one index per row: all columns but that."""
+    """ne of a column number with one index per row: all other columns."""
     if isinstance(left, (Form, Mask)) or isinstance(right, (Form, Mask)):
         raise Refused("a comparison over the vocabulary that is not a known guard")
     found = equals(c, node, left, right)
@@ -202,7 +202,7 @@ def differs(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 def _at_peak(c: Context, node: Node) -> Instead | None:
     """eq of a value with its own maximum, a derivative of amax.
 
-    Where it stays, it compares with a maximum of its own: the statistics' may be rounded otherwise.
+    An unfused comparison uses the value's own maximum, because the statistics' maximum may be rounded differently.
     """
     for wide, peak in (node.args[:2], node.args[1::-1]):
         while isinstance(peak, Node) and (peak.target in SAME_VALUE or peak.target in RESHAPES):
@@ -245,9 +245,9 @@ def where(c: Context, node: Node, condition: Operand, chosen: Operand, other: Op
 def _chosen_within(
     c: Context, mask: Mask, place: object, inside: Operand, outside: Operand
 ) -> tuple[Mask, Operand]:
-    """What a choice by the same guard in the place of `inside` takes (torch's entr: 0 where p == 0, else -inf).
+    """Simplifies a choice by the same guard inside `inside` (torch's entr: 0 where p == 0, else -inf).
 
-    Where the compared value is NaN it may take what is not finite, if `outside` is NaN there: as good.
+    At a NaN of the compared value the inner choice may give an infinite value if `outside` is NaN there: no difference.
     """
     if not isinstance(place, Node) or place.target is not aten.where.self:
         return mask, inside
@@ -265,7 +265,7 @@ def _chosen_within(
 
 
 def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: Operand) -> Result:
-    """The value at the guarded elements is what the form has there anyway, or the mask is the row's column."""
+    """A choice in two cases: the form already has the chosen value at the guarded elements, or the mask is a column."""
     shape = shape_of(node)
     if len(shape) != len(mask.form.shape) and mask.index is not None:
         vdim = mask.form.vdim + len(shape) - len(mask.form.shape)
@@ -288,10 +288,10 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
     if mask.guard in _LIMITS and constant == 0 and right.is_exp:
         if right.x is mask.form.x and all(_vanishes(c, mask, term) for term in right.exps):
             return _beside_guarded_rows(c, mask, right)
-        raise Refused(f"where {mask.guard.value}, another value is put to zero")
+        raise Refused(f"where {mask.guard.value}, another value is set to zero")
     softmax = _zero_softmax(c, mask)
     put = constant is not None and math.isfinite(constant) and right.x in (None, mask.form.x)
-    # what log-probs of -inf are replaced in is a value of its own, of which a softmax may be taken
+    # log-probs of -inf replaced by a number are a new value: a softmax of it is another one
     known = softmax is not None and right.beside in (None, softmax)
     if put and known and (mask.guard is Guard.NULL or right.f.is_zero):
         return right.with_(x=mask.form.x, beside=softmax)
@@ -299,7 +299,7 @@ def _where_guard(c: Context, node: Node, mask: Mask, inside: Operand, outside: O
 
 
 def _is_nan_too(c: Context, guarded: Form, form: Form) -> bool:
-    """`form` is NaN wherever `guarded` is: the same, or the same softmax times what is zero in no row."""
+    """`form` is NaN wherever `guarded` is: the same, or the same softmax times a factor that is zero in no row."""
     if form == guarded:
         return True
     if not (form.is_exp and guarded.is_exp) or len(form.exps) != 1 or len(guarded.exps) != 1:
@@ -314,7 +314,7 @@ def _is_nan(number: float | None) -> bool:
 
 
 def _nan_in_rows(c: Context, guarded: Form, form: Form) -> Form:
-    """`form`, and NaN in the rows where the softmax that is guarded is."""
+    """`form`, and NaN in the rows where the guarded softmax is NaN."""
     softmax = nan_by_row(c, guarded) and guarded.exps[0].b.is_zero
     if not softmax or not form.is_affine or form.x not in (None, guarded.x):
         raise Refused("NaN is written at the NaN of another value")
@@ -324,12 +324,12 @@ def _nan_in_rows(c: Context, guarded: Form, form: Form) -> Form:
 def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
     """The exponential is zero, or as good as zero, exactly where the mask holds."""
     form = mask.form
-    if mask.guard is Guard.NULL:  # of one softmax, which no weight makes zero
+    if mask.guard is Guard.NULL:  # only of one softmax without zero weights
         (*others, guarded) = form.exps
         plain = not others and guarded.b.is_zero and c.rows.is_positive(guarded.a)
         return plain and (term.scale, term.shift) == (guarded.scale, guarded.shift)
     if (term.scale, term.shift) == (form.f, -form.e):
-        return True  # exp of what is compared; finfo.min, too, is far below what has an exponential
+        return True  # exp of the compared value; finfo.min, too, has an exponential of 0
     if mask.guard is Guard.LOWEST:
         return False
     scale, factor = term.scale.as_number(), form.f.as_number()
@@ -339,7 +339,7 @@ def _vanishes(c: Context, mask: Mask, term: Exp) -> bool:
 
 
 def _zero_softmax(c: Context, mask: Mask) -> tuple[Poly, Poly] | None:
-    """Scale and shift of the softmax that is zero where the mask holds."""
+    """Scale and shift of the softmax that is zero at the mask."""
     form = mask.form
     if mask.guard is Guard.NULL and len(form.exps) == 1:
         (term,) = form.exps
@@ -350,10 +350,10 @@ def _zero_softmax(c: Context, mask: Mask) -> tuple[Poly, Poly] | None:
 
 
 def _beside_guarded_rows(c: Context, mask: Mask, form: Form) -> Form:
-    """`form`, and zero in rows that the mask takes whole, where a softmax is NaN.
+    """`form`, with zeros in rows completely covered by the mask; there a softmax is NaN.
 
-    Of logits, and of exponentials that nothing was subtracted from: rows of nothing but -inf. What is normalised is NaN
-    in those rows, which `p > 0` takes and `p == 0` does not.
+    Masks of logits, and of exponentials without a shift, cover rows of -inf only. Normalised values are NaN in those
+    rows; `p > 0` covers them and `p == 0` does not.
     """
     compared = -mask.form.exps[0].shift if mask.form.is_exp and mask.form.exps else mask.form.e
     normalised = c.statistics.any_in(compared)
@@ -372,7 +372,7 @@ def _at_column(c: Context, mask: Mask, inside: Form, outside: Form) -> Form:
     """outside + [v == index] * (inside - outside)."""
     if not outside.f.is_zero and outside.f != inside.f:
         raise Refused("a value linear in the logits is overwritten, and may be infinite there")
-    if outside.x is None:  # a number: what is at the column is still of the logits
+    if outside.x is None:  # a number: the element at the column still belongs to the logits
         outside = outside.with_(x=inside.x)
     at, hit = masked_column(c, mask)
     return with_column(c, outside, at, column(c, inside, (at,)), hit)

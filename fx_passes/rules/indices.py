@@ -20,13 +20,13 @@ _EXACT = {torch.int32, torch.int64}
 
 
 def is_integer(node: Node) -> bool:
-    """Holds whole numbers: what an index, or what a column's number is compared with, must be."""
+    """Whether it has integers, as an index needs, or a number compared with columns."""
     dtype = getattr(value(node), "dtype", torch.float32)
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def counting_axis(node: Node) -> int | None:
-    """The dimension along which `node` counts 0, 1, 2, ..., the same in all others; None where it does not."""
+    """The dimension along which `node` counts 0, 1, 2, ..., equal in all others; None if there is none."""
     path = []
     while node.op == "call_function" and node.target is not prims.iota.default:
         if not isinstance(node.args[0] if node.args else None, Node):
@@ -50,7 +50,7 @@ def _is_iota(node: Node) -> bool:
 
 
 def _is_written_down(node: Node) -> bool:
-    """`[0, 1, 2, ...]` or `range(n)` in the user's code: a constant that is only copied and never changed."""
+    """`[0, 1, 2, ...]` or `range(n)` in the user's code: a constant with copies only, never changed."""
     if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
         return False
     constant = getattr(node.graph.owning_module, str(node.target), None)
@@ -63,7 +63,7 @@ def _is_written_down(node: Node) -> bool:
 
 
 def _moved_axis(node: Node, axis: int) -> int | None:
-    """Where an operator leaves the dimension that counts."""
+    """The counting dimension after an operator."""
     target, inner = node.target, shape_of(node.args[0])
     shape, rank = shape_of(node), rank_of(node)
     if target in _SAME or target is prims.convert_element_type.default:
@@ -85,7 +85,7 @@ def _from_zero(node: Node) -> bool:
 
 
 def _viewed_axis(inner: Shape, shape: Shape, axis: int) -> int | None:
-    """A view that only puts dimensions of size 1 around the one that counts."""
+    """A view that only adds dimensions of size 1 around the counting one."""
     alone = all(same(size, 1) for at, size in enumerate(inner) if at != axis)
     places = [at for at, size in enumerate(shape) if not same(size, 1)]
     if not alone or len(places) != 1 or not same(shape[places[0]], inner[axis]):

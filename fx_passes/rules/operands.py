@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def form_beside(c: Context, operand: Operand, like: Form) -> Form:
-    """An operand beside `like`: a form, or a row scalar spread over the vocabulary."""
+    """An operand combined with `like`: a form, or a row scalar spread over the vocabulary."""
     if isinstance(operand, Mask):
         return mask_form(c, operand)
     if isinstance(operand, Form):
@@ -30,7 +30,7 @@ def form_beside(c: Context, operand: Operand, like: Form) -> Form:
 
 
 def mask_form(c: Context, mask: Mask) -> Form:
-    """1 where the mask holds: at a row's column, in some of the rows, or of what is not NaN, where p is not 0."""
+    """The mask as 1 and 0: a row's column, a row mask, or `not isnan`, which ignores elements with p = 0."""
     if mask.guard is Guard.NAN and mask.negated and nan_by_row(c, mask.form):
         (term,) = mask.form.exps
         nan = c.emitter.call(aten.isnan.default, no_softmax(c, mask.form))
@@ -47,12 +47,12 @@ def mask_form(c: Context, mask: Mask) -> Form:
 
 
 def no_softmax(c: Context, form: Form) -> Node:
-    """0 for each row, NaN for one without a softmax, of a form that `nan_by_row` is true of."""
+    """0 for each row, NaN for a row without a softmax, for a form accepted by `nan_by_row`."""
     return c.nothing(form, c.stats(form, form.exps[0].scale))
 
 
 def nan_by_row(c: Context, form: Form) -> bool:
-    """`k p` or `k p log(p)`: NaN in all of a row or nowhere, but for the second where p is 0, which may be NaN, too."""
+    """`k p` or `k p log(p)`: NaN in a complete row or nowhere. Exception: the second may be NaN at p = 0."""
     if not form.is_exp or len(form.exps) != 1:
         return False
     (term,) = form.exps
@@ -64,7 +64,7 @@ def nan_by_row(c: Context, form: Form) -> bool:
 
 
 def masked_column(c: Context, mask: Mask) -> tuple[Node, Poly]:
-    """The column of `[v == index]`, 0 where there is none, and whether there is one: a compared index may miss."""
+    """The column of `[v == index]`, or 0 if the compared index is no column, and whether it is one."""
     assert mask.index is not None, mask
     call, index = c.emitter.call, c.emitter.cast(mask.index, torch.int64)
     inside = call(aten.lt.Scalar, index, c.size_of(mask.form, mask.form.vdim))

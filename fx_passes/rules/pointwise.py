@@ -34,7 +34,7 @@ from fx_passes.walk.statistics import dtype_of
 aten = torch.ops.aten
 
 SWALLOWS = 1e15
-"""Beside a larger constant, float64 has few digits of logits left."""
+"""Added to a larger constant, logits would lose most digits even in float64."""
 
 VANISHES = -1e3
 """The exponential of a number below is 0, in float64 too."""
@@ -56,7 +56,7 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
     narrow, linear = value(node).dtype, form.is_affine and not form.f.is_zero
     rounded = narrow.itemsize < dtype_of(form).itemsize
     if form.x is not None and linear and rounded and narrow is not value(form.x).dtype:
-        # what stays of it would be rounded, what is computed from the logits would not
+        # this value would be rounded, and statistics of the logits would not
         raise Refused(f"the logits are rounded to {dtype_name(node)}")
     if form.is_row and stays_rounded(node, form.e, dtype_of(form)):
         return form.with_(e=Poly.atom(c.emitter.cast(_emitted(c, form.e, form), narrow)))
@@ -64,12 +64,12 @@ def cast(c: Context, node: Node, operand: Operand, *_: object, **__: object) -> 
 
 
 def copy(c: Context, node: Node, into: Operand, written: Operand, *_: object) -> Result:
-    """What is written, in the dtype of what it is written over."""
+    """The written value, in the dtype of the overwritten one."""
     if not isinstance(written, (Form, Mask)):
         return None
     source = node.args[1]
     if not same_shape(shape_of(source), shape_of(node)):
-        raise Refused("a value is written over one of another shape")
+        raise Refused("a value overwrites one of another shape")
     return written if value(source).dtype is value(node).dtype else cast(c, node, written)
 
 
@@ -86,7 +86,7 @@ def plus(sign: float) -> Callable[..., Result]:
         if isinstance(left, Mask) or isinstance(right, Mask) or factor is None:
             raise Refused("a full-vocabulary mask is used in arithmetic")
         if not factor:
-            raise Refused("alpha=0 takes a value out, and with it NaN and infinities")
+            raise Refused("alpha=0 drops a value, and its NaN and infinities with it")
         one, two = pair(c, node, *_with_unknown(left, right))
         one, two = _same_shifts(c, one, two)
         other = scaled(two, Poly.number(sign * factor))
@@ -96,14 +96,14 @@ def plus(sign: float) -> Callable[..., Result]:
 
 
 # NOTE [Not a number stays]
-# x - x is 0 for numbers; for NaN and the infinities it is NaN, and a loss that is NaN is how people learn of them. So
-# logits do not vanish from a value of forward: what has a softmax of the row still in it, or the logits themselves,
-# shows what is in them. (A number that a whole row comes to, as a softmax's sum of 1: `Context.row_value`.) In backward
-# terms cancel for a while, and come back with the gradient of another use.
+# x - x is 0 for numbers and NaN for NaN and infinities. A NaN loss is how people learn of bad logits, so logits must
+# not vanish from a value of forward: a softmax of the row, or the logits themselves, must remain in it. (For a number
+# per row, such as a softmax's sum of 1, see `Context.emit_sum`.) In backward, terms may cancel for a while: they come
+# back with the gradient of another use.
 #
-# No more do the program's own numbers per row: `r` of a softmax of `x + r`, `w` of `x * w / w`, the column that logits
-# are taken relative to. Where one would, the value is computed as the program does, and may be logits itself, whose
-# rows are then near zero as the program has them. A factor of zero takes out what it multiplies.
+# The same holds for the program's own numbers per row: `r` in a softmax of `x + r`, `w` in `x * w / w`, a column
+# subtracted from the logits. If one would vanish, the value is computed as in the program. It may then be logits
+# itself, with rows near zero as in the program. A factor of zero removes the NaN and infinities of the other factor.
 
 
 def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = False) -> Form:
@@ -125,7 +125,7 @@ def _kept(c: Context, node: Node, result: Form, *operands: Form, summed: bool = 
 
 
 def _may_cancel(form: Form) -> bool:
-    """Whether what is known is added to what is not: not to a gradient that comes in from outside of the graph."""
+    """Whether a known value is added to an unknown one. Exception: a gradient from outside of the graph."""
     made = any(
         under(other, VIEWS | CASTS).op != "placeholder" or not is_backward(other)
         for other, _ in form.others
@@ -134,7 +134,7 @@ def _may_cancel(form: Form) -> bool:
 
 
 def _loses_rows(c: Context, result: Form, operands: Sequence[Form], in_a_sum: bool) -> bool:
-    """Whether a number per row cancels; `in_a_sum` of backward, one that logits are shifted or scaled by."""
+    """Whether a number per row cancels; with `in_a_sum` (of backward), only scales and shifts of logits count."""
     if any(form.is_zero for form in (result, *operands)):
         return False
     read = Form.inner_atoms if in_a_sum else Form.atoms
@@ -155,7 +155,7 @@ def rsub(c: Context, node: Node, left: Operand, right: Operand, alpha: Operand =
 
 
 def _with_unknown(left: Operand, right: Operand) -> tuple[Operand, Operand]:
-    """A gradient that meets a value of no known form (the gradient of another use of the logits) carries it along."""
+    """A gradient added to a value of unknown form (the gradient of another use of the logits) keeps it as a summand."""
     for gradient, other in ((left, right), (right, left)):
         if not isinstance(gradient, Form) or gradient.is_affine or gradient.x is None:
             continue
@@ -169,10 +169,10 @@ def _with_unknown(left: Operand, right: Operand) -> tuple[Operand, Operand]:
 
 
 def _same_shifts(c: Context, one: Form, two: Form) -> tuple[Form, Form]:
-    """exp(y - max) as exp(y - max - log_sum) exp(log_sum) where the other side has that: one exponential for both.
+    """exp(y - max) as exp(y - max - log_sum) exp(log_sum) if the other side has the latter: one exponential for both.
 
-    The factor is at most V. A loss that sums its exponentials once by itself and once in a buffer with other sums (as
-    Megatron's does) comes to both.
+    The factor is at most V. Such a pair comes from a loss that sums its exponentials once alone and once in a buffer
+    with other sums, as Megatron's does.
     """
     if one.x is not two.x or one.x is None:
         return one, two
@@ -207,7 +207,7 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
     for mask, other in ((left, right), (right, left)):
         if not isinstance(mask, Mask) or isinstance(other, (Form, Mask)):
             continue
-        if c.operand(other, mask.form).is_zero:  # what reaches a maximum that cancels
+        if c.operand(other, mask.form).is_zero:  # the gradient of a maximum that cancels
             return scaled(mask.form, ZERO)
     one, two = pair(c, node, left, right)
     if is_infinite(one) or is_infinite(two):
@@ -219,10 +219,9 @@ def mul(c: Context, node: Node, left: Operand, right: Operand) -> Result:
 
 
 def _nothing(c: Context, factor: Form) -> Poly:
-    """0 times NaN is NaN: what a column mask leaves of a value shows at all columns whether the row has NaN.
+    """0 times NaN is NaN: a value times a column mask is NaN at all columns of a row with NaN.
 
-    An exponential that nothing was subtracted from is 0 in a row of nothing but -inf. A row whose factors are zero is
-    not looked at.
+    An exponential without a shift is 0 in a row of -inf only. A row with factors of zero is not looked at.
     """
     scale = factor.exps[0].scale if factor.exps else factor.f
     if scale.is_zero:
@@ -267,13 +266,13 @@ def div(
 
 
 def _limited(c: Context, by: Poly, form: Form) -> Poly:
-    """What logits are divided by. What is made of them is infinite where they are, and takes no row out: inf / inf."""
+    """A divisor of logits, limited to finite numbers: dividing infinite logits by infinity must not remove the row."""
     if form.x is None or not form.is_affine or form.is_row:
         return by
     if c.roots.root_of[form.x] not in ancestors(by.atoms()):
         return by
     dtype = dtype_of(form)
-    largest = torch.finfo(dtype).max / 16  # whose inverse is a normal number
+    largest = torch.finfo(dtype).max / 16  # its inverse is a normal number
     divisor = c.rows.emit_node(by, dtype, form.x)
     for limit, bound in ((aten.minimum.default, largest), (aten.maximum.default, -largest)):
         divisor = c.emitter.call(limit, divisor, c.emitter.full([], bound, dtype, divisor))
@@ -308,13 +307,13 @@ def _over(c: Context, form: Form, divisor: Form) -> Form:
 
 
 def _check_unmasked(c: Context, divisor: Form) -> None:
-    """In a row where its factor is zero a divisor is, too, whatever the exponential is there."""
+    """A divisor with a factor of zero in a row is zero there, whatever the exponential is."""
     if not c.rows.is_positive(divisor.exps[0].a):
         raise Refused("a division by a softmax that may be masked")
 
 
 def _reciprocal(c: Context, form: Form) -> Form:
-    """1 / W where W is a row scalar or one pure exponential: exp(-(y - c)) / a."""
+    """1 / W for a row scalar or one pure exponential: exp(-(y - c)) / a."""
     if form.is_row:
         return form.with_(e=_inverse(c, form.e, form))
     if not form.is_exp or len(form.exps) != 1 or not form.exps[0].b.is_zero:
@@ -339,7 +338,7 @@ def exp(c: Context, node: Node, operand: Operand) -> Result:
 
 
 def _vanishes_at_lowest(c: Context, form: Form) -> bool:
-    """The exponential of a clamped value is 0 where the logits are -inf, or NaN where all of its row are."""
+    """The exponential of a clamped value is 0 at logits of -inf, or NaN in a row of -inf only."""
     factor, shift = form.f.as_number(), form.e.as_number()
     if form.x is None or factor is None:
         return False
@@ -358,7 +357,7 @@ def _exp_of_row(c: Context, form: Form) -> Poly:
 
 
 def _exponential(c: Context, form: Form, a: Poly) -> Exp:
-    """exp(f x + e), with factors `exp(-log s)` as `1 / s`, so that equal softmaxes are equal terms however spelled."""
+    """exp(f x + e), with factors `exp(-log s)` as `1 / s`: equal softmaxes are equal terms in any spelling."""
     shift = -form.e
     for monomial, number in form.e.terms.items():
         whole = float(number).is_integer() and abs(number) <= 4
@@ -371,9 +370,9 @@ def _exponential(c: Context, form: Form, a: Poly) -> Exp:
 
 
 def normal(c: Context, form: Form) -> Form:
-    """Softmaxes in one spelling: a factor that is a sum of exponentials of the same logits goes into the shift.
+    """Softmaxes in one spelling: a factor that is a sum of exponentials of the same logits moves into the shift.
 
-    `exp(y - max) / sum` becomes `exp(y - max - log_sum)`, so that it is the same term as `exp(log_softmax)`.
+    `exp(y - max) / sum` becomes `exp(y - max - log_sum)`, the same term as `exp(log_softmax)`.
     """
     return form.with_(exps=tuple(_normal_term(c, term) for term in form.exps))
 
@@ -396,13 +395,13 @@ def _normal_term(c: Context, term: Exp) -> Exp:
 
 
 def _is_centered(shift: Poly, exponent: Poly) -> bool:
-    """Takes what a sum of exponentials is the exponential of away once at most: exp(y - 2 log_sum) is rounded more."""
+    """The shift contains the exponent of a sum of exponentials once at most: exp(y - 2 log_sum) rounds more."""
     shares = [shift.terms.get(m, 0.0) / number for m, number in exponent.terms.items()]
     return all(0 <= share <= 1 for share in shares)
 
 
 def _common_factors(term: Exp) -> list[tuple[Node, int]]:
-    """Atoms that every monomial of a and b has, with the same power."""
+    """Atoms in every monomial of a and b, with the same power."""
     monomials = [dict(monomial) for monomial in (*term.a.terms, *term.b.terms)]
     first = monomials[0] if monomials else {}
     return [
@@ -452,6 +451,6 @@ def _log_of_row(c: Context, form: Form, poly: Poly) -> Poly:
 
 
 def _emitted(c: Context, poly: Poly, form: Form) -> Node:
-    """`poly` as a tensor on the device of the node at hand: it may be made of sizes alone."""
+    """`poly` as a tensor on the current node's device, also if it is computed from sizes alone."""
     assert c.emitter.origin is not None
     return c.rows.emit_node(poly, dtype_of(form), c.emitter.origin)

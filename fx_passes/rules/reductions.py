@@ -99,7 +99,7 @@ def _then_rows(
     keepdim: bool,
     reduction: Callable[..., Any] = aten.sum.dim_IntList,
 ) -> Result:
-    """The row scalar, reduced over the other dimensions where the user's reduction takes them too."""
+    """The row scalar, further reduced over the other dimensions of the user's reduction."""
     if list(over) == [form.vdim]:
         return c.row_value(node, poly, label, form, keepdim)
     rows = c.emitter.expand(c.emit_sum(poly, form, node), c.lead_sizes(form))
@@ -121,7 +121,7 @@ def row_sum(c: Context, form: Form) -> tuple[Poly, str]:
 
 
 def _affine_sum(c: Context, form: Form) -> Poly:
-    """sum_v (e + f x): by the statistics where e takes the maximum away again, else of what the program sums itself."""
+    """sum_v (e + f x): by the statistics if e cancels the maximum, otherwise a plain sum of the program's values."""
     if form.f.is_zero:
         return form.e * c.vocabulary(form) if not form.e.is_zero else ZERO
     if is_centered(c, form):
@@ -145,7 +145,7 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     apart = stats.peak - around.center
     if not around.center.is_zero and not apart.is_zero:
         apart = Poly.atom(c.rows.emit_node(apart, dtype, form.x))
-    top = apart * term.scale + around.value  # max, near to what is subtracted from it
+    top = apart * term.scale + around.value  # max, relative to the subtracted value
     weighted = term.a + term.b * (stats.mean + top)
     if term.shift == stats.logsumexp:
         return weighted
@@ -191,10 +191,10 @@ def max_dim(
 def argmax(
     c: Context, node: Node, operand: Operand, dim: Operand = None, keepdim: bool = False
 ) -> Result:
-    """The logits' own argmax where the scale is a positive number; a reduction, nothing full-vocabulary is made."""
+    """The logits' own argmax, if the scale is a positive number: a reduction without a full-vocabulary result."""
     form = as_form(operand)
     if not isinstance(dim, int) or dim % len(form.shape) != form.vdim:
-        raise Refused("the place of a maximum over other dimensions than the vocabulary")
+        raise Refused("argmax over other dimensions than the vocabulary")
     return Instead(_argmax(c, form, keepdim))
 
 
@@ -212,14 +212,12 @@ def _maximum(c: Context, form: Form, dims: Operand) -> Poly:
 
 
 def _argmax(c: Context, form: Form, keepdim: bool) -> Node:
-    """That of the logits, and the first column of a row that is NaN throughout: there is no softmax."""
+    """Argmax of the logits, and column 0 for a row of NaN, which has no softmax."""
     factor = form.f.as_number()
     if not (form.is_affine and factor and factor > 0):
-        raise Refused(
-            "the place of a maximum of a value that is not a positive multiple of the logits"
-        )
+        raise Refused("argmax of a value other than a positive multiple of the logits")
     if not all(map(c.statistics.is_one, form.e.atoms())):
-        raise Refused("the place of a maximum of logits plus a number per row")
+        raise Refused("argmax of logits plus a number per row")
     only_everywhere(form)
     assert form.x is not None
     call, shifted = c.emitter.call, bool(form.e.atoms())

@@ -1,8 +1,8 @@
 """Operators moving rows only: slices, selects, splits, reshapes and permutes.
 
-A form whose rows are moved keeps its coefficients, moved alike; its logits become a view of the logits, and a `Step`
-remembers the way back, by which `row_writes.py` recognises what backward writes home. Rows that are picked by data
-(`x[mask]`) are not moved: what they make is a root of its own.
+A form with moved rows keeps its coefficients, moved likewise. Its logits become a view of the logits, and a `Step`
+remembers the way back: with it `row_writes.py` recognises backward's writes. Rows picked by data (`x[mask]`) are not
+moved: the result is a root of its own.
 
 Longer than other files: a kind of move is its rule, the move of a row scalar, and the way back, which belong together.
 """
@@ -38,7 +38,7 @@ def row_form(operand: Operand) -> Form:
         return operand
     if isinstance(operand, Mask):
         raise Refused("rows of a full-vocabulary mask are moved")
-    raise Refused("full-vocabulary rows meet a value without logits, or an unsupported one")
+    raise Refused("rows of logits are combined with a value without logits, or an unsupported one")
 
 
 def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: Move) -> Form:
@@ -70,7 +70,7 @@ def move_coefficients(form: Form, x: Node | None, shape: Sequence[Size], move: M
 def _moved(
     c: Context, form: Form, shape: Sequence[Size], x: Node | None, step: Step | None, move: Move
 ) -> Form:
-    """`form` over its moved logits `x`, which came by `step`; `move` moves a row scalar."""
+    """`form` over its moved logits `x`, reached by `step`; `move` moves a row scalar."""
     if x is None or step is None or not c.roots.derive(x, step):
         return move_coefficients(form, x, shape, move)
     return move_coefficients(form, x, shape, lambda atom: c.roots.moved(x, atom))
@@ -227,7 +227,7 @@ def _with(sizes: Sequence[SizeArg], dim: int, size: SizeArg) -> list[SizeArg]:
 
 
 def _moved_vocabulary(form: Form, shape: Sequence[Size]) -> int:
-    """Where a reshape leaves the vocabulary: what follows it must be the same."""
+    """The vocabulary dimension after a reshape; the sizes behind it must be equal."""
     size, trailing = form.shape[form.vdim], form.shape[form.vdim + 1 :]
     for vdim in reversed(range(len(shape))):
         rest = [s for s in shape[vdim + 1 :] if not same(s, 1)]
@@ -263,7 +263,7 @@ def squeeze(c: Context, node: Node, operand: Operand, dims: Any = None) -> Resul
 
 
 def sym_size(c: Context, node: Node, operand: Operand, dim: int) -> Result:
-    """A size; read from the logits, so that it keeps no full-vocabulary value."""
+    """A size; read from the logits, so that no full-vocabulary value stays alive for it."""
     form = row_form(operand)
     if form.x is None:
         raise Refused("a size of a value without logits")

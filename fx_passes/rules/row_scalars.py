@@ -1,8 +1,8 @@
 """Operators on row scalars: the polynomial of a node with one number per row.
 
-None where a rule cannot say: the node is then an atom of its own. `MAX_TERMS` keeps polynomials small; beyond it a sum
-is an atom, too. So is what only tensors go into that are made of no logits, where nothing cancels: `r - q` spread over
-products would be the difference of large numbers, and a product of float64 rows may be beyond float32.
+None if a rule has no answer: the node is then an atom. `MAX_TERMS` keeps polynomials small; a larger sum is an atom,
+too. So is a computation from tensors without logits in which nothing cancels: `r - q` spread over products would be the
+difference of large numbers, and a product of float64 rows may overflow float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_TERMS = 8
 
 
 def row_cast(rows: RowScalars, node: Node) -> Poly | None:
-    """What is given and rounded stays rounded; what is made of logits, and gradients, are not rounded between."""
+    """Rounded inputs stay rounded; functions of logits, and gradients, are not rounded in between."""
     first = node.args[0]
     if not isinstance(first, Node) or not is_float_tensor(first):
         return None
@@ -42,7 +42,7 @@ def row_cast(rows: RowScalars, node: Node) -> Poly | None:
 
 
 def stays_rounded(node: Node, poly: Poly, given: torch.dtype) -> bool:
-    """Whether the cast `node` of `poly` rounds nothing but what the graph is given, in forward."""
+    """Whether the cast `node` of `poly` rounds only inputs of the graph, in forward."""
     dtype = value(node).dtype
     rounds = dtype.is_floating_point and torch.promote_types(given, dtype) is not dtype
     inputs = [under(atom, VIEWS | CASTS) for atom in poly.atoms()]
@@ -65,7 +65,7 @@ def row_select(rows: RowScalars, node: Node) -> Poly | None:
 
 
 def row_cat(rows: RowScalars, node: Node) -> Poly | None:
-    """All the pieces of some numbers per row, in order, each in the same polynomial: that polynomial, of those."""
+    """All pieces of some numbers per row, in order, with one polynomial: that polynomial of the complete numbers."""
     given, *dim = node.args
     assert isinstance(given, (list, tuple))
     pieces = [each for each in given if isinstance(each, Node) and is_float_tensor(each)]
@@ -101,7 +101,9 @@ def _of_wholes(poly: Poly, parts: Mapping[Node, _Part]) -> Poly:
 
 
 def _leading_part(piece: Node, atom: Node) -> _Part | None:
-    """What rows of what `atom` is, in another shape maybe; None where it is none, or spread over those of `piece`."""
+    """The source and the rows of which `atom` is a slice, possibly in another shape. None for any other atom, or one
+    spread over the rows of `piece`.
+    """
     part = under(atom, RESHAPES)
     if part.target not in (aten.select.int, aten.slice.Tensor):
         return None
@@ -161,7 +163,7 @@ def _are_given(rows: RowScalars, *polys: Poly) -> bool:
 
 
 def _is_kept(rows: RowScalars, atoms: set[Node], product: Poly) -> bool:
-    """No number per row cancels that may be zero or infinite: r / r is NaN then."""
+    """No number per row cancels that may be zero or infinite: r / r would be NaN."""
     gone = atoms.difference(product.atoms()) if not product.is_zero else ()
     return all(not is_float_tensor(atom) or rows.is_positive(Poly.atom(atom)) for atom in gone)
 

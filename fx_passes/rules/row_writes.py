@@ -1,8 +1,8 @@
 """Rows written back: pieces put into zeros, or joined, at their former places.
 
-Backward writes the gradient of a slice into zeros (`slice_scatter`, `select_scatter`) or joins pieces (`cat`). Where a
-piece came from exactly there, the result is a form over the whole again, with coefficients that are zero elsewhere. So
-slices, chunk loops and loops over rows all end as one gradient of one root.
+Backward writes the gradient of a slice into zeros (`slice_scatter`, `select_scatter`) or joins pieces (`cat`). If a
+piece came from exactly there, the result is a form over the whole tensor again, with coefficients that are zero
+elsewhere. So slices, chunk loops and loops over rows all end as one gradient of one root.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def select_scatter(
     base, piece = row_form(operand), row_form(src)
     dim %= len(base.shape)
     if not isinstance(index, int):
-        raise Refused("a row is written at a place that is not fixed")
+        raise Refused("a row is written at an index unknown at compile time")
     size = base.shape[dim]
     index = index + size if index < 0 and isinstance(size, int) else index
     vdim = piece.vdim + (dim <= piece.vdim)
@@ -71,7 +71,7 @@ def select_scatter(
 
 
 def cat(c: Context, node: Node, operands: Sequence[Operand], dim: int = 0) -> Result:
-    """Pieces that are all the slices (or rows) of one value, in order: that value again; else a root of its own."""
+    """All slices (or rows) of one value, joined in order: that value again. Otherwise a root of its own."""
     pieces = [row_form(operand) for operand in operands]
     dim %= len(pieces[0].shape)
     if any(piece.vdim == dim for piece in pieces):
@@ -84,12 +84,12 @@ def cat(c: Context, node: Node, operands: Sequence[Operand], dim: int = 0) -> Re
         return total
     sizes = [size for size in shape_of(node) if isinstance(size, int)]
     if len(sizes) < len(shape_of(node)):
-        raise Refused("rows of a dimension whose size is not fixed are joined")
+        raise Refused("rows of a dimension of symbolic size are joined")
     return reshape_rows(c, total, shape_of(node), sizes)
 
 
 def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key]]:
-    """The value that the pieces are all of, and the step that took each."""
+    """The value of which the pieces are all parts, and each piece's step."""
     steps = [c.roots.steps[piece.x] for piece in pieces if piece.x in c.roots.steps]
     if len(steps) < len(pieces) or any(step.parent is not steps[0].parent for step in steps):
         raise Refused("the joined values are not the pieces of one value")
@@ -113,7 +113,7 @@ def _whole(c: Context, pieces: Sequence[Form], dim: int) -> tuple[Form, list[Key
 def write_rows(
     c: Context, base: Form, piece: Form, key: Key, shape: Sequence[Size], vdim: int
 ) -> Form:
-    """`base` with `piece` written over the rows that the step `key` takes."""
+    """`base` with `piece` written over the rows of the step `key`."""
     parent = _parent(c, piece, key, shape, vdim)
     placed = _placed(c, piece, parent, key)
     if base.is_zero:
@@ -122,12 +122,12 @@ def write_rows(
     gone = _placed(c, hole, parent, key).e
     assert c.emitter.origin is not None
     left = c.emit_rows(Poly.number(1.0) - gone, parent, c.emitter.origin)
-    rest = Poly.atom(c.rows.place(left))  # one factor: what is written over may be NaN
+    rest = Poly.atom(c.rows.place(left))  # one factor: overwritten values may be NaN
     return add(scaled(base, rest), placed, c.rows.zero_outside)
 
 
 def _parent(c: Context, piece: Form, key: Key, shape: Sequence[Size], vdim: int) -> Form:
-    """The empty form over the rows that `piece` was taken from by the step `key`."""
+    """The empty form over the parent's rows, from which the step `key` took `piece`."""
     if piece.x is None:
         return Form(tuple(shape), vdim)
     step = c.roots.steps.get(piece.x)
@@ -148,7 +148,7 @@ def _placed(c: Context, form: Form, parent: Form, key: Key) -> Form:
 
 
 def _extent(parent: Form, key: Key) -> Extent | None:
-    """Rows that hold all that a step takes, where their numbers are fixed; of several in steps, those between too."""
+    """The rows of a step, if their numbers are static. For a step size above 1 the rows between are included."""
     kind, dim, start, *rest = key
     assert isinstance(dim, int), key
     stop = start + 1 if kind == "select" else rest[0]  # type: ignore[operator]
@@ -158,7 +158,7 @@ def _extent(parent: Form, key: Key) -> Extent | None:
 
 
 class _Embedding:
-    """A form's coefficients over its parent's rows: what came from the parent is the parent's, the rest is placed."""
+    """A form's coefficients over its parent's rows: the parent's own stay, the others are written into zeros."""
 
     def __init__(self, c: Context, form: Form, parent: Form, back: Callable[[Node], Node]) -> None:
         only_known(form)
@@ -192,11 +192,11 @@ class _Embedding:
         return result
 
     def _vanishing(self, poly: Poly) -> Poly:
-        """A factor of a term, which must be zero in the other rows."""
+        """A factor of a term: it must be zero in the other rows."""
         return self._poly(poly, vanish=True)
 
     def _monomial(self, monomial: Monomial, vanish: bool) -> Poly:
-        """Factors that came from the parent are the parent's; the others are written into zeros as one."""
+        """Factors of the parent stay the parent's; the others are written into zeros as one."""
         kept, rest = Poly.number(1.0), []
         for atom, power in monomial:
             above = self._stripped(atom)

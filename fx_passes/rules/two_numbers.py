@@ -30,16 +30,16 @@ _HOLDS: dict[object, Callable[[float, float], bool]] = {
     aten.le.Scalar: operator.le,
 }
 
-_LARGEST_INTEGER = 2**31 - 1  # of which sums and products are exact as floats
+_LARGEST_INTEGER = 2**31 - 1  # sums and products of these are exact as floats
 _DIGITS = 1e-9
-"""What is left of a number that was written beside a larger one is known to so much of that."""
+"""Least size of the other number relative to `elsewhere`; below it, their difference has lost too many digits."""
 
 
 @dataclass(frozen=True)
 class TwoNumbers:
-    """`elsewhere + (there - elsewhere) * hit * [v == index]`, of numbers and a `hit` that is 0 or 1 in each row.
+    """`elsewhere + (there - elsewhere) * hit * [v == index]`, with numbers and a `hit` that is 0 or 1 in each row.
 
-    `column` is None where all is one number.
+    `column` is None if all elements are one number.
     """
 
     form: Form
@@ -49,7 +49,7 @@ class TwoNumbers:
     hit: Poly
 
     def map(self, function: Callable[[float], float]) -> Form:
-        """The function of every element, where it is finite of both numbers."""
+        """The function of every element, if it is finite for both numbers."""
         elsewhere, there = function(self.elsewhere), function(self.there)
         weight = self.hit * Poly.number(there - elsewhere)
         constant = self.form.with_(e=Poly.number(elsewhere), hots=())
@@ -88,7 +88,7 @@ def _is_flag(factor: tuple[Node, int]) -> bool:
 
 
 def _is_exact(node: Node, number: float) -> bool:
-    """0, or what rounds to neither 0 nor an infinity in the node's dtype."""
+    """0, or a number that rounds to neither 0 nor an infinity in the node's dtype."""
     dtype = value(node).dtype
     if not dtype.is_floating_point:
         fits = torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
@@ -102,7 +102,7 @@ def are_integers(node: object) -> bool:
 
 
 def compared_with(c: Context, node: Node, numbers: TwoNumbers, other: float) -> Mask:
-    """Where numbers that may be rounded are compared, `other` is 0; a cast to bool compares with that."""
+    """The mask of a comparison. For numbers that may be rounded `other` is 0; a cast to bool compares with 0, too."""
     holds = operator.ne if node.target in CASTS else _HOLDS[node.target]
     elsewhere, there = (holds(number, other) for number in (numbers.elsewhere, numbers.there))
     if elsewhere == there or numbers.column is None:
@@ -116,7 +116,7 @@ def nowhere(form: Form, negated: bool = False) -> Mask:
 
 
 def _index_or_none(c: Context, column: OneHot, hit: Poly) -> Node:
-    """The column, or -1 in rows that are not hit."""
+    """The column, or -1 in rows without a hit."""
     index = index_node(c, column.index)
     for atom in hit.atoms():
         missed = c.emitter.call(aten.eq.Scalar, atom, 0)

@@ -14,7 +14,7 @@ from fx_passes.walk.gradient import Leaving
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule's refusal at the user's node, whose operands are over `roots`."""
+    """A rule's refusal at a node of the user; `roots` are the roots of its operands."""
 
     node: Node
     reason: str
@@ -26,19 +26,19 @@ class Account:
     """One walk's findings.
 
     Attributes:
-        replacements: the new node that takes the place of a node of the user's.
-        row_values: nodes of the user's that are a number per row: the report's label, and the root.
-        asked: roots that at least one non-view rule has seen; the rest can be ignored.
-        softmax_roots: roots over which a softmax is taken.
-        gradients: every `row_grad` that was emitted, and its root.
-        leaving: new nodes that are a full-vocabulary value where it leaves, and what it is.
-        kept: nodes of the user's whose values are needed as they are.
-        returned: full-vocabulary values linear in the logits that the graph returns (`logits / t`).
-        unchanged: copies over logits of what they hold already.
-        doubtful: roots whose values per row are compared with full-vocabulary values that stay: numbers that are equal
-            in the user's program would be rounded differently.
-        refusals: what rules refused, in the order of the graph.
-        notes: roundings that the rewrite leaves out: the root, and the text for the report.
+        replacements: for a node of the user, its new node.
+        row_values: the user's nodes with one number per row: the report's label, and the root.
+        asked: roots seen by at least one non-view rule; the rest can be ignored.
+        softmax_roots: roots with a softmax.
+        gradients: every emitted `row_grad`, and its root.
+        leaving: new nodes for full-vocabulary values leaving the algebra, each with its form.
+        kept: the user's nodes whose values are needed unchanged.
+        returned: full-vocabulary values linear in the logits and returned by the graph (`logits / t`).
+        unchanged: copies over logits of the values already there.
+        doubtful: roots whose per-row values are compared with unfused full-vocabulary values. Numbers equal in the
+            user's program would be rounded differently.
+        refusals: refusals by rules, in the order of the graph.
+        notes: roundings omitted by the rewrite: the root, and the text for the report.
     """
 
     replacements: dict[Node, Node] = field(default_factory=dict)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 LARGE = 1e2
-"""Beside larger constants a number that is written is not as exact as it was."""
+"""From this size of a constant on, a number written next to it loses digits."""
 
 
 def index_node(c: Context, index: tuple[Node, ...]) -> Node:
@@ -43,7 +43,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
     if form.exps or not form.f.is_zero:
         everywhere = c.spread(
             form, c.emitter.cast(chosen, torch.int64)
-        )  # gather reads rows that the index has
+        )  # gather reads as many rows as the index has
         if left is not None:
             found = c.emitter.call(aten.gather.default, left.node, form.vdim, everywhere)
             result = _left_column(c, left.term, c.emitter.cast(found, dtype), dtype)
@@ -53,7 +53,7 @@ def column(c: Context, form: Form, index: tuple[Node, ...]) -> Poly:
             c.rows.tell(logit, logits=c.roots.root_of[form.x])
             taken = Poly.atom(logit)
     if not form.f.is_zero:
-        # first: (x - max) - log_sum, never x + (...); `RowNodes.emit` sees to it where the factor is a number
+        # `RowNodes.emit` computes (x - max) - log_sum, never x + (...), if the factor is a number
         around = affine_center(c, form) if form.f.as_number() is None else Near()
         result = result + _scaled(c, form, taken, around, form.f) + around.value
     result = result + form.e
@@ -71,7 +71,7 @@ def plus_column(c: Context, form: Form, index: Node, weight: Poly, rounded: bool
 
 
 def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = ONE) -> Form:
-    """W with `written` at a column of every row in which `hit` is 1, not 0.
+    """W with `written` at one column of every row with `hit` = 1; rows with `hit` = 0 stay.
 
     Raises:
         Refused: W is a constant so much larger that `written` would be lost in it.
@@ -82,7 +82,7 @@ def with_column(c: Context, form: Form, index: Node, written: Poly, hit: Poly = 
 
 
 def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> Poly:
-    """scale * (x - center) at the column; as the operators, a row whose scale is 0 does not look at x."""
+    """scale * (x - center) at the column. As in the operators, x is not read in a row of scale 0."""
     number, difference = scale.as_number(), taken - around.center
     if number is not None and abs(number) == 1:
         return difference * scale
@@ -99,7 +99,7 @@ def _scaled(c: Context, form: Form, taken: Poly, around: Near, scale: Poly) -> P
 
 
 def _is_quotient(scale: Poly) -> bool:
-    """Divided by numbers per row, and multiplied with none: 0 where one of them is infinite, which takes out no row."""
+    """Whether numbers per row are divisors only. It is then 0 at an infinite divisor, and such a row still counts."""
     _, monomial = scale.as_monomial() or (0.0, ())
     return bool(monomial) and all(power < 0 for _, power in monomial)
 
@@ -113,7 +113,7 @@ def _exp_column(c: Context, form: Form, term: Exp, taken: Poly, dtype: torch.dty
 
 
 def _left_column(c: Context, term: Exp, probability: Node, dtype: torch.dtype) -> Poly:
-    """From the exponential itself at the column, whose logarithm is y - shift."""
+    """From the exponential at the column: its logarithm is y - shift."""
     y = ZERO
     if not term.b.is_zero:
         y = Poly.atom(c.emitter.call(aten.log.default, probability)) + term.shift
@@ -121,7 +121,7 @@ def _left_column(c: Context, term: Exp, probability: Node, dtype: torch.dtype) -
 
 
 def _weighted(c: Context, term: Exp, y: Poly, probability: Node, dtype: torch.dtype) -> Poly:
-    """probability * (a + b y), 0 where it is 0."""
+    """probability * (a + b y), and 0 for a probability of 0."""
     factor = Poly.atom(probability) * (term.a + term.b * y)
     if term.b.is_zero:
         return factor
@@ -143,6 +143,6 @@ def _hot_column(
     held = c.rows.emit_node(hot.weight, dtype, mine)
     zero = c.rows.emit_node(ZERO, dtype, mine)
     if not all(same(shape_of(node)[form.vdim], 1) for node in (mine, theirs)):
-        raise Refused("many columns of two index tensors meet")
+        raise Refused("many columns of two index tensors are combined")
     hit = c.emitter.call(aten.eq.Tensor, mine, theirs)
     return Poly.atom(c.emitter.where(hit, held, zero))

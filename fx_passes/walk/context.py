@@ -1,6 +1,6 @@
 """Everything a rule may use: meanings of nodes, roots, row scalars, statistics, and the emitter of new nodes.
 
-Nothing here says what becomes of the user's graph; that is `account.py`, which no rule sees.
+Replacements in the user's graph are not here: rules do not see `account.py`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MADE_OF_LOGITS = (
 
 
 class Context:
-    """The walk as a rule sees it.
+    """The walk as seen by a rule.
 
     Attributes:
-        values: what every node is that was visited: a form, a mask, a tuple of those, or the node itself.
-        only: the roots that are taken; None while every value that could be one is.
-        changes: inputs that the graph changes in place, which are no root or one in forward alone.
+        values: the meaning of every visited node: a form, a mask, a tuple of those, or the node itself.
+        only: the accepted roots; None in the first walk, where every candidate is a root.
+        changes: inputs changed in place by the graph: no roots, or roots in forward only.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Context:
         self.rows = RowScalars(self.emitter, row_table)
         self.roots = Roots(self.emitter)
         self.statistics = Statistics(self.roots, self.rows)
-        # of ranks that exchange some each takes the same values for logits, whatever its sizes are
+        # all ranks of an exchange must treat the same values as logits, whatever the sizes of their shards
         self.per_row = numbers_per_row(graph) if any(map(exchanges, graph.nodes)) else frozenset()
         self.values: dict[Node, Result] = {}
         self._free: set[Node] = set()
@@ -79,7 +79,7 @@ class Context:
     # -- reading ---------------------------------------------------------------------------------
 
     def read(self, arg: Any) -> Any:
-        """What an argument of a node is: a form where it is full-vocabulary, otherwise the node itself."""
+        """The meaning of an argument: a form if it is full-vocabulary, otherwise the node itself."""
         if isinstance(arg, (list, tuple)):
             return type(arg)(self.read(item) for item in arg)
         if not isinstance(arg, Node):
@@ -101,7 +101,7 @@ class Context:
         return hint(size) >= self.config.min_vocab
 
     def is_free_of_logits(self, node: Node) -> bool:
-        """Whether no logits are in what `node` is computed from."""
+        """Whether `node` is computed from no logits."""
 
         def is_logits(node: Node) -> bool:
             return node in self.rows.of_logits or self._is_root(node)
@@ -121,7 +121,7 @@ class Context:
     # -- numbers per row -------------------------------------------------------------------------
 
     def operand(self, arg: object, form: Form) -> Poly:
-        """A number or row scalar that meets `form`, aligned to its rank."""
+        """A number or row scalar to combine with `form`, aligned to its rank."""
         rank = len(form.shape)
         poly = self.rows.operand(arg, rank)
         if poly is None:
@@ -147,14 +147,14 @@ class Context:
         return self.rows.emit_node(poly, compute_dtype(node), node)
 
     def row_value(self, node: Node, poly: Poly, label: str, form: Form, keepdim: bool) -> RowValue:
-        """`node` computes a row scalar of whole rows: emit it with the node's shape."""
+        """`node` computes a row scalar of complete rows: emits it with the node's shape."""
         result = self._per_row(self.emit_sum(poly, form, node), form, keepdim)
         if poly.as_number() is not None:
             self.rows.meanings[result] = poly
         return RowValue(result, label, form)
 
     def column_value(self, node: Node, poly: Poly, label: str, form: Form) -> RowValue:
-        """`node` is one column of `form`, which need not depend on the others."""
+        """`node` is one column of `form`; the column need not depend on the others."""
         return RowValue(self._per_row(self.emit_rows(poly, form, node), form, False), label, form)
 
     def _per_row(self, number: Node, form: Form, keepdim: bool) -> Node:
@@ -165,17 +165,17 @@ class Context:
         return self.emitter.reshape(result, [s for dim, s in enumerate(lead) if dim != form.vdim])
 
     def emit_sum(self, poly: Poly, form: Form, node: Node) -> Node:
-        """`poly`, which `form` sums to.
+        """`poly`, the sum of `form`.
 
-        A softmax sums to 1, but not that of a row with NaN, with +inf, or of nothing but -inf. As everywhere, a softmax
-        whose factors are zero in a row is not looked at there.
+        A softmax sums to 1. Exception: in a row with NaN, with +inf, or of -inf only, the sum must be NaN. A softmax
+        with factors of zero in a row is not looked at there, as everywhere.
         """
         number = self.emit_rows(poly, form, node)
         result = Poly.atom(number)
         for term in form.exps:
             stats, factor = self.stats(form, term.scale), self._without_mean(term)
             if factor.is_zero or term.shift != stats.logsumexp:
-                continue  # a mean, or the sum of exponentials that is multiplied with, shows such a row
+                continue  # a mean, or the factor sum of exponentials, is NaN in such a row
             nothing, zero = self.nothing(form, stats), self.emit_rows(ZERO, form, number)
             result += Poly.atom(self.where_any([factor], nothing, zero))
         total = self.emit_rows(result, form, number)
@@ -184,7 +184,7 @@ class Context:
         return total
 
     def _without_mean(self, term: Exp) -> Poly:
-        """What of the factor `a` is not zero in some row where no mean is in the sum, since `b` is zero there."""
+        """The part of the factor `a` in terms without a mean (b = 0): only these can hide a row without a softmax."""
         means = list(map(self.rows.placed_in, term.b.terms))
         hidden = {
             monomial: number
@@ -194,7 +194,7 @@ class Context:
         return Poly(hidden)
 
     def nothing(self, form: Form, stats: Stats) -> Node:
-        """0 for each row, NaN for one that has no softmax."""
+        """Per row 0, or NaN if the row has no softmax."""
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
         zero = self.emitter.call(aten.sub.Tensor, log_sum, log_sum)  # inductor takes 0 * NaN for 0
@@ -202,13 +202,13 @@ class Context:
         return zero
 
     def is_empty(self, form: Form, stats: Stats) -> Node:
-        """A row mask: nothing but -inf. The peak may be -inf beside NaN."""
+        """A row mask: rows of -inf only. A peak of -inf may also come with a NaN."""
         assert form.x is not None
         log_sum = self.emit_rows(stats.log_sum, form, form.x)
         return self.emitter.call(aten.eq.Scalar, log_sum, -math.inf)
 
     def where_any(self, factors: list[Poly], node: Node, otherwise: Node) -> Node:
-        """`otherwise` in rows where all factors are zero; a number other than zero is known not to be."""
+        """`otherwise` in rows where all factors are zero; a number other than zero is never zero."""
         if any(factor.as_number() for factor in factors):
             return node
         off = [
@@ -230,7 +230,7 @@ class Context:
         return self.rows.mass(height, log_sum, compute_dtype(x), x, exact)
 
     def weighted(self, row: Weighted) -> Node:
-        """As a whole: a mass that overflows would meet itself with the other sign in the sum of its products."""
+        """In one piece: a mass that overflows would cancel against its negative in the sum of its products."""
         mass, number, dtype = row.mass, row.number, value(row.mass).dtype
         null = self.emitter.call(aten.eq.Scalar, mass, 0)
         zero = self.rows.emit_node(ZERO, dtype, mass)
@@ -283,15 +283,15 @@ class Context:
         return self.statistics.of(form, scale)
 
     def total(self, form: Form) -> Poly:
-        """sum_v f x as V max(f x) + sum_v (f x - max(f x)), by statistics that are there already."""
+        """sum_v f x as V max(f x) + sum_v (f x - max(f x)), from existing statistics."""
         factor, stats = self.statistics.any_scale(form)
         whole = self.as_one(form, factor)
         return stats.max * self.vocabulary(form) * factor + stats.total * whole
 
     def as_one(self, form: Form, factor: Poly) -> Poly:
-        """A factor of what may be -inf: its terms, each times that, could be inf - inf.
+        """A factor of a value that may be -inf, as one number: distributed over its terms, it could give inf - inf.
 
-        One that is 0 outside its rows stays what it is: there it takes NaN out.
+        Exception: a factor that is 0 outside its rows stays as it is, because there it removes NaN.
         """
         if len(factor.terms) < 2 or self.rows.is_placed(factor):
             return factor
@@ -299,14 +299,14 @@ class Context:
         return Poly.atom(self.rows.emit_node(factor, dtype_of(form), form.x))
 
     def gather(self, x: Node, vdim: int, index: Node) -> Node:
-        """x at `index`; where x would be a copy of the logits, the index moves to the logits instead."""
+        """x at `index`. If x would be a copy of the logits, the index is moved to the logits instead."""
         if not self.roots.is_copy(x):
             return self.emitter.call(aten.gather.default, x, vdim, index)
         step = self.roots.steps[x]
         return step.move(self.gather(step.parent, step.vdim, step.back(index)))
 
     def piece_of_root(self, x: Node, dim: int, start: Any, stop: Any) -> Node | None:
-        """What a root that the user joined (`cat`) has in these rows: the logits that were joined there."""
+        """The logits in these rows of a root that the user joined (`cat`)."""
         joined = x not in self.roots.steps and x.target is aten.cat.default
         if not joined or not isinstance(stop, int):
             return None

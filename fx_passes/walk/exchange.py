@@ -1,14 +1,14 @@
 """Numbers per row for other ranks, without the common offset of the logits.
 
-Entry point: `exchanged`. Of a mean over all columns, to which each rank adds its share, what all have alike comes out,
-since the shares sum to 1:
+Entry point: `exchanged`. In a mean over all columns, each rank adds its share. Terms equal on all ranks can be taken
+out of the sum, since the shares sum to 1:
 
     sum_r share_r (mean_r + (max_r - peak) + peak)   ->   peak + sum_r share_r (mean_r + (max_r - peak))
 
 NOTE [What ranks send]
-An all-reduce takes the place of another, of as many numbers, in the same dtype, and by the forward graph alone: a rank
-whose logits have no gradient does the same as the others. A number in full-vocabulary arithmetic (a temperature) is the
-same on all ranks, as `collectives` takes it; one that numbers per row are multiplied with may be another on each.
+The new all-reduce has as many numbers as the old one, in the same dtype, and depends on the forward graph alone: a rank
+without a gradient of the logits does the same as the others. A number in full-vocabulary arithmetic (a temperature)
+must be equal on all ranks, as for `collectives`; a factor of numbers per row may differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ c10d = torch.ops._c10d_functional
 
 
 def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | None:
-    """What stands in for the result of an all-reduce; None where it stays.
+    """The replacement of an all-reduce's result; None if it stays.
 
     Args:
-        row_values: nodes of the user's that are a number per row of full-vocabulary values.
+        row_values: the user's nodes with one number per row of full-vocabulary values.
     """
     reduce = wait.all_input_nodes[0]
     if reduce.target is not c10d.all_reduce.default or not is_float_tensor(wait):
@@ -48,7 +48,9 @@ def exchanged(c: Context, wait: Node, row_values: Container[Node]) -> Node | Non
 
 
 def _level(c: Context, operand: Node) -> Node | None:
-    """The logits that a rank's number is as large as, with their offset: a logsumexp, or a logit that it has or not."""
+    """The logits whose magnitude and offset a rank's number has: of a logsumexp, or of a logit on the rank of its
+    column.
+    """
     operand = under(operand, RESHAPES | SAME_VALUE)
     if operand.target is aten.where.self:
         left, right = operand.all_input_nodes[1:]
@@ -87,7 +89,7 @@ def _mean(c: Context, wait: Node, weighted: Weighted, group: object) -> Node | N
 
 
 def _shared_by_all(c: Context, monomial: Monomial, mass: Node, group: object) -> Monomial | None:
-    """What is multiplied with the share of the rank, where all ranks have the same, and an offset in it."""
+    """The factors next to a rank's share, if they are equal on all ranks and contain an offset."""
     facts = {factor: c.rows.fact(factor[0], RESHAPES) for factor in monomial}
     totals = [at for at, fact in facts.items() if at[1] == -1 and fact.own is mass]
     if len(totals) != 1 or any(fact.group != group for fact in facts.values()):
@@ -97,7 +99,7 @@ def _shared_by_all(c: Context, monomial: Monomial, mass: Node, group: object) ->
 
 
 def _all_reduced(c: Context, node: Node, operation: str, group: object, like: Node) -> Node:
-    """Over all ranks, in the dtype in which the program sends it."""
+    """Over all ranks, in the program's dtype for the exchange."""
     sent = c.emitter.cast(node, value(like).dtype)
     result = c.emitter.call(c10d.all_reduce.default, sent, operation, group)
     return c.emitter.call(c10d.wait_tensor.default, result)

@@ -28,13 +28,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Leaving:
-    """A value that leaves.
+    """A value leaving the algebra.
 
     Attributes:
         node: the value.
-        form: what it is.
-        operators: the `row_grad`s that were emitted for it.
-        from_softmax: computed from a softmax that forward keeps, not from the logits.
+        form: its form.
+        operators: the `row_grad`s emitted for it.
+        from_softmax: computed from a softmax saved by forward, not from the logits.
     """
 
     node: Node
@@ -58,24 +58,24 @@ def row_grad(c: Context, form: Form, dtype: torch.dtype) -> Leaving:
         dtype,
         "",
     )
-    if in_backward(c):  # also where it depends on no upstream gradient
+    if in_backward(c):  # also without a dependence on an upstream gradient
         operator.meta[TAG] = BACKWARD
     node = with_others(c, packer.back(operator), form, wanted)
     return Leaving(node, form, (operator, *made), kept is not None)
 
 
 def _dtype_of_sum(form: Form, dtype: torch.dtype) -> torch.dtype:
-    """What is added is rounded once, after the sum."""
+    """The dtype of a sum: summands are rounded once, after the sum."""
     return functools.reduce(torch.promote_types, (value(o).dtype for o, _ in form.others), dtype)
 
 
 def adds_what_comes_in(form: Form) -> bool:
-    """The function returns logits: what their gradient is added to, autograd hands in."""
+    """Whether autograd passes in a summand: the gradient of logits returned by the function."""
     return bool(what_comes_in(form))
 
 
 def what_comes_in(form: Form) -> list[Node]:
-    """The tangents among what is added."""
+    """The tangents among the summands."""
     added = (under(other, VIEWS) for other, _ in form.others)
     return [node for node in added if is_tangent(node)]
 
@@ -96,11 +96,11 @@ def with_others(c: Context, node: Node, form: Form, dtype: torch.dtype) -> Node:
 def _kept_softmax(
     c: Context, form: Form, dtype: torch.dtype
 ) -> tuple[Node, tuple[Node, ...], Form] | None:
-    """A softmax that forward makes, its operators, and what is computed from it in the form's place.
+    """A softmax computed by forward, its operators, and the form to compute over it instead.
 
-    Of logits that forward changes it is what forward leaves in them (`left.py`). With save="softmax" it is
-    exp(y - shift) made in forward, and the gradient may overwrite it; None where it would not serve: several
-    softmaxes, logits in the gradient, a shift that only backward knows.
+    For logits changed by forward it is the softmax written into them (`left.py`). With save="softmax" it is exp(y -
+    shift) computed in forward, and the gradient may overwrite it. None if it cannot serve: several softmaxes, logits in
+    the gradient, a shift computed in backward.
     """
     if len(form.exps) != 1 or not form.f.is_zero or not in_backward(c):
         return None
@@ -120,7 +120,9 @@ def _kept_softmax(
 
 
 def _may_be_saved(c: Context, form: Form, dtype: torch.dtype) -> bool:
-    """Not where it would be rounded too far: an exponential that is no probability, float16, float64 in less."""
+    """False if saving would round too much: an exponential that is no probability, float16, float64 in a narrower
+    dtype.
+    """
     (term,) = form.exps
     stats = c.stats(form, term.scale)
     if dtype_of(form) is torch.float64 and dtype is not torch.float64:
@@ -145,11 +147,11 @@ class Coefficients:
         return self.c.emitter.permute(node, self.order)
 
     def back(self, node: Node) -> Node:
-        """What the operator gives, in the form's dimensions."""
+        """The operator's result, in the form's dimensions."""
         return self.c.emitter.permute(node, [self.order.index(dim) for dim in sorted(self.order)])
 
     def apart(self) -> Iterator[list[Node | float]]:
-        """terms, affine, index and weight, column by column; a number where all rows have one."""
+        """terms, affine, index and weight, column by column; a number if equal in all rows."""
         for polys in self._polys():
             yield [self._cell(p) if (n := p.as_number()) is None else n for p in polys]
         for part in self._hots():
@@ -210,9 +212,9 @@ class Coefficients:
 
 
 def coefficients(c: Context, form: Form, term: Exp) -> tuple[Poly, Poly, Poly, Poly, Poly]:
-    """(scale, center, shift, a, b) around what y is near to: a + b y = (a + b near) + b (y - near)."""
+    """(scale, center, shift, a, b) relative to a value `near` y: a + b y = (a + b near) + b (y - near)."""
     assert form.x is not None
-    c.stats(form, term.scale)  # moved rows have those of the rows that they were: `near` finds them
+    c.stats(form, term.scale)  # `near` finds the statistics of moved rows
     around = near(c, form, term.scale, term.shift)
     a = term.a + term.b * around.value
     return term.scale, around.center, term.shift - around.value, a, term.b

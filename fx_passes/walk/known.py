@@ -1,7 +1,6 @@
-"""What is known of a number per row, beside the polynomial that it is.
+"""Facts about numbers per row, in addition to their polynomials.
 
-Entry points: `Known.tell`, `Known.fact`. A fact also holds of what shows the node: some of the rows,
-another shape.
+Entry points: `Known.tell`, `Known.fact`. A fact also holds for views of the node: some of the rows, another shape.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from fx_passes.graph.operators import SHOWN, Target, under
 
 
 class Guarded(NamedTuple):
-    """What a node computes where its factor `by` is not 0; 0 elsewhere, whatever the other factors are."""
+    """The node is `poly` where its factor `by` is not 0, and 0 elsewhere, whatever the other factors are."""
 
     poly: Poly
     by: Poly
 
 
 class Weighted(NamedTuple):
-    """A row's sum of exponentials times a number; 0 where the sum is, whatever the number is."""
+    """A row's sum of exponentials times a number; 0 if the sum is 0, whatever the number is."""
 
     mass: Node
     number: Poly
@@ -32,18 +31,18 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFact:
-    """One node.
+    """Facts about one node.
 
     Attributes:
-        logits: it grows with a common offset of these.
-        level_free: it is made of logits, and an offset of theirs does not change it.
-        peak: the logit of each row that is largest once it is scaled.
-        nothing: 0, or NaN.
-        guarded: a product of which a factor may be 0, and takes out what it is multiplied with.
-        exponent: it is a row's sum of exponentials, and `exp` of that.
-        weighted: it is one.
-        group: it is the same on all ranks of that.
-        own: it is the sum of all ranks' sums of exponentials, of which this is the own one.
+        logits: the logits whose common offset it grows with.
+        level_free: it is computed from logits and does not depend on their common offset.
+        peak: it is each row's largest logit after scaling.
+        nothing: it is 0 or NaN.
+        guarded: it is a product in which a factor of 0 removes NaN and infinities of the others.
+        exponent: it is a row's sum of exponentials, and the exponential of this polynomial.
+        weighted: it is such a product.
+        group: the group on whose ranks it is equal.
+        own: it is the sum over all ranks of sums of exponentials; this is the own rank's.
     """
 
     logits: Node | None = None
@@ -64,11 +63,11 @@ class Known:
         self._facts: dict[Node, RowFact] = {}
 
     def tell(self, node: Node, **known: Any) -> None:
-        """Adds to what is known of `node`, by the names of `RowFact`."""
+        """Adds facts about `node`, by the names of `RowFact`."""
         self._facts[under(node, SHOWN)] = replace(self.fact(node), **known)
 
     def fact(self, node: Node, through: Container[Target] = SHOWN) -> RowFact:
-        """What is known of `node`, or of what it shows through these operators."""
+        """The facts about `node`, or about the node below these operators."""
         return self._facts.get(under(node, through), _NONE)
 
 

@@ -26,29 +26,29 @@ aten = torch.ops.aten
 _CUT_ANEW: set[Target] = {aten.view.default, aten._unsafe_view.default}
 _READ_MEMORY: set[Target] = {aten.as_strided.default, aten.as_strided_scatter.default}
 _COPIES_STAY_AS_THEY_ARE = torch.__version__ >= "2.13"
-"""Else inductor lays a copy out as what is copied, and then cannot view its bytes."""
+"""Before, inductor gives a copy the layout of its source, and then cannot view its bytes."""
 
 _KNOWN = {"aten", "prims", "_c10d_functional", "slime_fused"}
-"""Namespaces whose operators take any strides, but for those above."""
+"""Namespaces of operators that accept any strides, except those above."""
 _OF_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 # NOTE [Strides of what takes a value's place]
-# An operator of a turned tensor gives a turned tensor in eager code, and so do element-wise operators after it; the
-# program may turn it back and view it, read its memory by strides, or return it. What takes its place has the strides
-# that the rewrite gives it. Most readers do not ask; where one does, however many operators later, the value is copied
-# into the order that there was. Gaps and repeats cannot be given to a copy: if a reader in the graph still asks for
-# them, the pass fails, and the graph stays as it was.
+# In eager code an operator on a transposed tensor returns a transposed tensor, and so do later element-wise operators.
+# The program may transpose it back and view it, read its memory by strides, or return it. A replacement has the strides
+# of the rewrite. Most readers do not depend on strides. If one does, however many operators later, the value is copied
+# into the old order. A copy cannot have gaps and repeats: if a reader in the graph still needs them, the pass fails,
+# and the graph stays as it was.
 
 
 def keep_layouts(emitter: Emitter, account: Account) -> None:
-    """Copies of the new values, in the old strides, where a reader depends on them."""
+    """Copies of the new values, in the old strides, if a reader depends on them."""
     turned = {old: new for old, new in account.replacements.items() if _is_turned(old, new)}
     live = computed(emitter.graph, account.replacements) if turned else set()
     copied: set[Node] = set()
     while asked := _asked(emitter, turned, live):
         for reader, values in asked.items():
             if reader.target is aten.view.dtype and not _COPIES_STAY_AS_THEY_ARE:
-                raise Refused("torch before 2.13 cannot view the bytes of a turned copy")
+                raise Refused("torch before 2.13 cannot view the bytes of a transposed copy")
             if values <= copied and reader.op != "output":
                 raise Refused(f"{reader.target} of a value with gaps in its memory")
         fresh = set().union(*asked.values()) - copied
@@ -75,7 +75,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _asked(emitter: Emitter, turned: dict[Node, Node], live: set[Node]) -> dict[Node, set[Node]]:
-    """Readers that cannot do with the strides of what takes the values' place, and the turned values they read."""
+    """Readers that need the old strides, each with the transposed values it reads."""
     fakes: dict[Node, Any] = {old: value(new) for old, new in turned.items()}
     behind = {old: {old} for old in turned}
     found: dict[Node, set[Node]] = {}
@@ -110,10 +110,10 @@ def _asks(node: Node, fakes: dict[Node, Any]) -> bool:
 
 
 def _computed(emitter: Emitter, node: Node, fakes: dict[Node, Any]) -> Any:
-    """What `node` computes of the new values."""
+    """The value of `node` on the new values."""
     if isinstance(node.target, torch._ops.OpOverload) and (
         node.target._schema.is_mutable or _OF_DATA.intersection(node.target.tags)
     ):
-        return value(node)  # the strides of what is changed, or of a new tensor
+        return value(node)  # the strides of a changed tensor, or of a new one
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: fakes.get(n, value(n)))
     return result_of(emitter.fake_mode, node.target, args, kwargs)

@@ -23,23 +23,23 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Left:
-    """What forward leaves in the logits, the user's `node`; and the `term` to compute over it."""
+    """The softmax written into the logits by forward (the user's `node`), and the `term` to compute over it."""
 
     node: Node
     term: Exp
 
 
 def in_backward(c: Context) -> bool:
-    """What is emitted now is for a node of backward."""
+    """Whether the current node is one of backward."""
     return c.emitter.origin is not None and is_backward(c.emitter.origin)
 
 
 def softmax_left(c: Context, form: Form) -> Left | None:
-    """The exponential in the logits' place from which `form`'s single term is computed in backward.
+    """The exponential in the logits' memory, from which `form`'s single term is computed in backward.
 
-    `exp(y - t) u` is left, `exp(y - s) (a + b y)` is wanted. That is what is left times exp(t - s) (a + b y) / u, and y
-    is its logarithm, plus t, minus log u. None where it is not so, where t is not s nor the row's maximum, or where
-    what is left is rounded and the program itself computes its gradient from something else.
+    In memory is `exp(y - t) u`, needed is `exp(y - s) (a + b y)`: the former times exp(t - s) (a + b y) / u, with y its
+    logarithm plus t minus log u. None for any other form; if t is neither s nor the row's maximum; or if the value in
+    memory is rounded and the program itself computes its gradient from another value.
     """
     node = None if form.x is None else c.changes.left.get(c.roots.root_of[form.x])
     if node is None or form.x is None or len(form.exps) != 1 or not in_backward(c):
@@ -63,7 +63,7 @@ def softmax_left(c: Context, form: Form) -> Left | None:
 
 
 def _ratio(c: Context, form: Form, there: Exp, term: Exp) -> Poly | None:
-    """exp(t - s): 1, or one over the row's sum where the exponentials are left as they were summed."""
+    """exp(t - s): 1, or one over the row's sum if the exponentials in memory are not normalised."""
     if there.shift == term.shift:
         return ONE
     stats = c.statistics.known(form, term.scale)
@@ -83,7 +83,7 @@ def _log(c: Context, factor: Poly, form: Form) -> Poly:
 
 
 def _exact(c: Context, x: Node, node: Node) -> bool:
-    """Nothing is lost by reading `node`: it is not rounded, or it is all that the value that leaves is made from."""
+    """Reading `node` loses nothing: it is not rounded, or the leaving value is computed from nothing else."""
     if value(node).dtype == compute_dtype(x):
         return True
     seen, waiting = {node}, [c.emitter.origin]

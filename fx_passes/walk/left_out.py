@@ -1,6 +1,6 @@
 """Refuses to remove a column from a softmax or from the logits: the difference would lose precision to cancellation.
 
-Entry point: `only_with_its_columns`, of every form that a rule makes.
+Entry point: `only_with_its_columns`, for every form from a rule.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fx_passes.walk.columns import column
 from fx_passes.walk.context import Context
 
 _LEAST = 0.1
-"""Of an element that is left at a column; where less is, its rounding counts."""
+"""Least remaining share of an element at a column; below it, the element's rounding matters."""
 
 
 def only_with_its_columns(c: Context, form: Form) -> None:
-    """Refuses what one-hot terms may take out at their columns, exponentials or logits.
+    """Refuses one-hot terms that may remove their columns from exponentials or from logits.
 
-    The rest is rounded as they are, and the others may be far smaller: `1 - p` of a probability near one is not the
-    sum of the others, and neither is the sum of all log-probs less the target's, which may be a million times theirs.
-    Two columns may be one. Of a logit no part may be taken: of -inf nothing but NaN would be left.
+    The difference would have the rounding of the removed element, and the remaining ones may be far smaller: `1 - p` of
+    a probability near one is not the sum of the others, nor is the sum of all log-probs minus the target's, possibly a
+    million times theirs. Two columns may coincide. No part of a logit may be removed: -inf would become NaN.
     """
     hots = [hot for hot in form.hots if _may_have_a_column(c, hot.weight)]
     for kind, part in _wide_parts(form) if hots else ():
@@ -35,11 +35,13 @@ def only_with_its_columns(c: Context, form: Form) -> None:
         infinite = not part.f.is_zero and any(share > 0 for share in taken)
         near = together > 1 - _LEAST or any(_apart_from_all(share) < _LEAST for share in taken)
         if infinite or near:
-            raise Refused(f"{kind} may be taken without one of their columns, which would cancel")
+            raise Refused(
+                f"a column may be removed from the {kind}, and computing the rest would cancel"
+            )
 
 
 def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
-    """What a form has in every column, exponentials and what is linear in the logits."""
+    """The parts of a form in every column: exponentials, and the part linear in the logits."""
     if form.exps:
         yield "softmaxes", Form(form.shape, form.vdim, form.x, form.exps)
     if not form.f.is_zero:
@@ -47,14 +49,14 @@ def _wide_parts(form: Form) -> Iterator[tuple[str, Form]]:
 
 
 def _may_have_a_column(c: Context, weight: Poly) -> bool:
-    """Not where it is made of no logits; to compute an element only to find that out takes long."""
+    """False for a weight computed from no logits: computing an element to find that out takes long."""
     return not all(map(c.is_free_of_logits, weight.atoms()))
 
 
 def _share_taken(c: Context, part: Form, hot: OneHot) -> float:
-    """How much of `part`'s element a one-hot term takes from it: all of it, where a number per row may say so.
+    """The share of `part`'s element removed by a one-hot term; 1 if a number per row may make it so.
 
-    Several columns of a row may be the same. Of rows that masks tell apart, each has an element of its own.
+    Columns of a row may coincide. Rows told apart by masks have separate elements.
     """
     there = _known(c, column(c, part, hot.index))
     factors = {each for atom in part.atoms() for each in _meant_by(c, atom).atoms()}
@@ -84,7 +86,7 @@ def _apart_from_all(share: float) -> float:
 
 
 def _by_element(poly: Poly, own: set[Node]) -> dict[Monomial, Poly]:
-    """What each product of the element's own numbers is multiplied with; comparing sizes in it adds a guard."""
+    """The factors of each product of the element's own numbers; comparing sizes in them adds a guard."""
     found: dict[Monomial, Poly] = {}
     for monomial, number in poly.terms.items():
         element, rest = [], []
@@ -103,7 +105,7 @@ def _by_element(poly: Poly, own: set[Node]) -> dict[Monomial, Poly]:
 
 
 def _meant(c: Context, poly: Poly) -> Poly:
-    """With the meaning of each factor in its place: `p - 1`, which is written, say."""
+    """With each factor replaced by its meaning, such as `p - 1` for a written value."""
     return poly.spelled_out(lambda atom: _meant_by(c, atom))
 
 
@@ -114,13 +116,13 @@ def _meant_by(c: Context, atom: Node) -> Poly:
 
 
 def _known(c: Context, poly: Poly) -> Poly:
-    """What it means, where none of the rows is NaN."""
+    """Its meaning, assuming that no row is NaN."""
     terms = _meant(c, poly).terms.items()
     return Poly({m: n for m, n in terms if not any(c.rows.fact(a, ()).nothing for a, _ in m)})
 
 
 def _without(masks: set[Node], poly: Poly) -> Poly:
-    """In the rows that the masks leave."""
+    """In the rows outside of the masks."""
     result = ZERO
     for monomial, number in poly.terms.items():
         result += Poly({_masked_out(monomial, masks): number})

@@ -25,29 +25,29 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Near:
-    """What `scale x` is near to: `value`, which is `scale center`; it is taken away as `scale (x - center)`."""
+    """A value close to `scale x`: `value` = `scale center`, subtracted as `scale (x - center)`."""
 
     center: Poly = ZERO
     value: Poly = ZERO
 
 
 def affine_center(c: Context, form: Form) -> Near:
-    """What `f x` is near to, by the constant that is subtracted."""
+    """A value close to `f x`: the negative of the added constant."""
     return Near() if form.f.is_zero else near(c, form, form.f, -form.e)
 
 
 def only_one_offset(c: Context, form: Form) -> None:
-    """Refuses `f x + e` where more than one thing may take an offset of the logits away.
+    """Refuses `f x + e` if more than one summand may cancel an offset of the logits.
 
-    A single number per row that is given is subtracted before anything else (`near`). A constant is refused, as it is
-    scaled with `e`, and so are several numbers: `e` does not say in which order the program subtracts them. Where the
-    maximum is taken away whole, there is no offset left.
+    A single number per row from the user is subtracted before anything else (`near`). A constant is refused, because it
+    is scaled with `e`; several numbers are, because `e` does not tell their order in the program. If the whole maximum
+    is subtracted, no offset remains.
     """
     if form.f.is_zero or form.x is None or is_centered(c, form):
         return
     given = [monomial for monomial in form.e.terms if _is_programs_own(c, form, monomial)]
     constant = any(not any(c.rows.is_given(atom) for atom, _ in monomial) for monomial in given)
-    if c.rows.is_placed(form.f):  # `near` finds nothing that it could take away in some rows alone
+    if c.rows.is_placed(form.f):  # `near` does not find summands of some rows only
         given += [monomial for monomial in form.e.terms if _is_unknown_level(c, monomial)]
     levels = any(c.rows.fact(atom).logits is not None for atom in form.e.atoms())
     if constant or len(given) > 1 or (given and levels):
@@ -55,7 +55,7 @@ def only_one_offset(c: Context, form: Form) -> None:
             "a constant, or a second number per row, is added to logits and may cancel their offset"
         )
     if any(c.rows.fact(atom).peak for atom in form.e.atoms()) and not c.rows.is_placed(form.f):
-        raise Refused("a part of the maximum is taken away from logits")
+        raise Refused("a part of the maximum is subtracted from logits")
 
 
 def is_centered(c: Context, form: Form) -> bool:
@@ -73,7 +73,7 @@ def is_centered(c: Context, form: Form) -> bool:
 
 
 def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
-    """A number that the logits have no part in; where their factor is placed in some rows, it may be for the others."""
+    """A number computed without the logits; with a factor of zero in some rows, it may belong to these rows."""
     given = [atom for atom, _ in monomial if c.rows.is_given(atom)]
     others = {atom for atom, _ in monomial}.difference(given, c.rows.zero_outside)
     if any(is_float_tensor(under(atom, SHOWN | CASTS)) for atom in others):
@@ -82,16 +82,16 @@ def _is_programs_own(c: Context, form: Form, monomial: Monomial) -> bool:
 
 
 def _is_unknown_level(c: Context, monomial: Monomial) -> bool:
-    """A number that was made of the logits, it is not known how: it may be as large as they are."""
+    """A number computed from the logits in an unknown way: it may be as large as they are."""
     made = [atom for atom, _ in monomial if is_float_tensor(atom) and not c.rows.is_given(atom)]
     facts = [c.rows.fact(a) for a in made if under(a, SHOWN) not in c.rows.zero_outside]
     return any(fact.logits is None and not fact.level_free for fact in facts)
 
 
 def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
-    """The peak of the rows, where the shift takes it away times the scale.
+    """The rows' peak, if the shift contains it times the scale.
 
-    Where rows are put together from pieces, each piece has its own peak, at its own rows.
+    If rows are put together from pieces, each piece has its own peak, at its own rows.
     """
     stats = c.statistics.known(form, scale)
     parts = [Poly({monomial: factor}).over(scale) for monomial, factor in shift.terms.items()]
@@ -111,9 +111,9 @@ def _near_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> Near | None:
 
 
 def _shared_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]:
-    """The first of the peaks of these logits that are taken away with a part of the scale, or all of it.
+    """The first peak of these logits that the shift contains, times a part of the scale or all of it.
 
-    They are equal for all positive scales. The rest is the distance of something else from the peak.
+    Peaks are equal for all positive scales. The rest of the shift is the distance of another value from the peak.
     """
     assert form.x is not None
     peaks, parts = [], ZERO
@@ -127,7 +127,7 @@ def _shared_peak(c: Context, form: Form, scale: Poly, shift: Poly) -> list[Poly]
 
 
 def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
-    """The peak of the rows where it is taken away, else what is subtracted first."""
+    """The rows' peak if it is subtracted, otherwise the first subtracted number."""
     found = _near_peak(c, form, scale, shift)
     if found is not None:
         return found
@@ -141,8 +141,10 @@ def near(c: Context, form: Form, scale: Poly, shift: Poly) -> Near:
 
 
 def _beside(c: Context, form: Form, part: Poly, scale: Poly) -> Near:
-    """For a scale that is a power of two, `part / scale`, exactly. Else the peak, and its
-    distance from `part`, such as the maximum of all shards."""
+    """For a scale that is a power of two: `part / scale`, exactly. Otherwise the peak and its distance from `part`.
+
+    `part` may be the maximum of all shards, for example.
+    """
     number, stats = scale.as_number(), c.statistics.known(form, scale)
     if number is not None and math.frexp(abs(number))[0] == 0.5:
         return Near(part * Poly.number(1 / number), part)

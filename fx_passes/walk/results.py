@@ -15,19 +15,19 @@ from fx_passes.refused import Refused
 Operand: TypeAlias = Union[
     Form, Mask, Node, float, int, bool, str, torch.dtype, "Sequence[Operand]", None
 ]
-"""An argument as a rule sees it: a form or mask where it is full-vocabulary, the user's node or number otherwise."""
+"""An argument as seen by a rule: a form or mask if it is full-vocabulary, otherwise the user's node or number."""
 
 NORMALISER = "normaliser"
 EXPECTED = "entropy or expected value"
 SOFTMAX_LABELS = {NORMALISER, EXPECTED}
-"""Row values over which a softmax is taken: a root without one is no affair of the pass."""
+"""Row values of a softmax: a root without one of them is not rewritten."""
 
 
 @dataclass(frozen=True)
 class RowValue:
-    """One number per row in the user's node's place: `node`, still in the compute dtype.
+    """One number per row for the user's node: `node`, still in the compute dtype.
 
-    `label` names it in the report; `form` is the value that it was computed from.
+    `label` names it in the report; `form` is the value it was computed from.
     """
 
     node: Node
@@ -54,12 +54,12 @@ Result: TypeAlias = Item | tuple[Item, ...]
 """A rule's answer; None: the value is no affair of the pass."""
 
 Rule: TypeAlias = Callable[..., Result]
-"""(context, node, *arguments, **keywords) -> what the node is; raises Refused with the reason that the report shows."""
+"""(context, node, *arguments, **keywords) -> the node's meaning. Raises Refused with the reason for the report."""
 
 
 @dataclass(frozen=True)
 class Starts:
-    """A rule that is asked also where no operand is full-vocabulary: the value may begin one."""
+    """A rule that also runs without a full-vocabulary operand: the value may be the first one."""
 
     rule: Rule
 
@@ -79,17 +79,17 @@ def full_vocabulary(operands: object) -> list[Form | Mask]:
 
 
 def logits_of(meaning: Form | Mask) -> Node | None:
-    """The logits (the root, moved) that a form or mask is over."""
+    """The logits (the root, moved) of a form or mask."""
     return meaning.form.x if isinstance(meaning, Mask) else meaning.x
 
 
 def as_form(operand: Operand) -> Form:
-    """The operand, which the rule needs as a form."""
+    """The operand as a form; refuses anything else."""
     if isinstance(operand, Form):
         return operand
     if isinstance(operand, Mask):
         raise Refused("a full-vocabulary mask is used in arithmetic")
-    raise Refused("full-vocabulary rows meet a value without logits, or an unsupported one")
+    raise Refused("rows of logits are combined with a value without logits, or an unsupported one")
 
 
 def as_number(operand: Operand) -> float | None:

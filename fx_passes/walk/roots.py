@@ -1,8 +1,8 @@
 """Roots, and their row moves.
 
-A root is a floating `[..., V]` value where full-vocabulary work starts: the logits. `x` is a root or a view of its rows
-(a slice, a sample, another order); a `Step` remembers how it was moved, and the way back. Row scalars of a root move
-with it, and are recognised when backward moves them home.
+A root is a floating `[..., V]` value at the start of full-vocabulary work: the logits. `x` is a root or a view of its
+rows (a slice, a sample, another order); a `Step` remembers the move and its inverse. Row scalars of a root move with
+it, and are recognised when backward moves them back.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Key: TypeAlias = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """How `x` came from its parent by moving rows: `move` does the same to a row scalar, `back` undoes it.
+    """The move of rows from a parent to `x`: `move` applies it to a row scalar, `back` undoes it.
 
-    `back` fills rows that the parent has and `x` has not with zeros. `key` names the step, so that the user's
-    backward can be matched with it; `vdim` is where the parent keeps the vocabulary; `copies`: `x` is no view.
+    `back` fills the parent's other rows with zeros. `key` names the step, to match it with the user's backward. `vdim`
+    is the parent's vocabulary dimension. `copies`: `x` is no view.
     """
 
     parent: Node
@@ -39,12 +39,12 @@ class Step:
 
 
 class Roots:
-    """Which logits there are.
+    """The logits of a graph.
 
     Attributes:
         root_of: the root of every `x`.
-        steps: how every `x` that is no root came from its parent.
-        allies: roots that are joined of others' rows: accepted with them.
+        steps: for every `x` other than a root, the step from its parent.
+        allies: roots joined from rows of other roots, accepted together with these.
     """
 
     def __init__(self, emitter: Emitter) -> None:
@@ -60,7 +60,7 @@ class Roots:
         return Form(shape, len(shape) - 1, root, f=ONE)
 
     def derive(self, x: Node, step: Step) -> bool:
-        """`x` came from its parent by `step`; False where it is known already to have come otherwise."""
+        """Records that `x` came from its parent by `step`; False if it is known to have come otherwise."""
         if x not in self.root_of:
             self.steps[x] = step
             self.root_of[x] = self.root_of[step.parent]
@@ -75,11 +75,11 @@ class Roots:
         return result
 
     def stripped(self, x: Node, atom: Node) -> Node | None:
-        """The parent's row scalar that `atom` was moved from, if it was."""
+        """The parent's row scalar that was moved to `atom`, if any."""
         return self._moved_from.get((x, atom)) if rank_of(atom) else atom
 
     def strip(self, x: Node, poly: Poly) -> Poly | None:
-        """`poly` in the parent's row scalars, where all its atoms came from there."""
+        """`poly` in the parent's row scalars, if all its atoms came from there."""
         above = {atom: self.stripped(x, atom) for atom in poly.atoms()}
         if any(atom is None for atom in above.values()):
             return None

@@ -21,7 +21,7 @@ from fx_passes.walk.known import Known
 aten = torch.ops.aten
 
 ROUNDING = 1e-12
-"""Of numbers that cancel, relative to them."""
+"""Relative error of numbers that cancel."""
 
 _OF_NUMBERS: dict[Target, Target] = {
     aten.add.Tensor: operator.add,
@@ -48,7 +48,9 @@ class RowNodes(Known):
         self.zero_outside: set[Node] = set()
 
     def offsets(self, poly: Poly) -> dict[tuple[Node, Monomial], float]:
-        """How often an offset of some logits is in a number per row: theirs, beside each factor of a level."""
+        """How often a number per row contains the offset of some logits: the logits, and the other factors of the
+        level.
+        """
         found: dict[tuple[Node, Monomial], float] = {}
         for monomial, number in poly.terms.items():
             levels = [factor for factor in monomial if self._is_level(*factor)]
@@ -85,10 +87,10 @@ class RowNodes(Known):
         return {atom for atom, power in monomial if power > 0 and self._is_placed(atom)}
 
     def emit(self, poly: Poly, dtype: torch.dtype) -> Node | float:
-        """The node that computes `poly` in `dtype`; a number if no row scalar is in it.
+        """The node that computes `poly` in `dtype`; a number if it contains no row scalar.
 
-        Wider numbers are not rounded before they are multiplied and added: one that `dtype` has as infinite may be
-        multiplied with 0.
+        Wider numbers are multiplied and added before they are rounded: one that is infinite in `dtype` may have a
+        factor of 0.
         """
         number = poly.as_number()
         if number is not None:
@@ -110,7 +112,7 @@ class RowNodes(Known):
         return functools.reduce(torch.promote_types, numbers, dtype)
 
     def _summands(self, poly: Poly, dtype: torch.dtype) -> Iterator[tuple[Node | float, bool]]:
-        """What is added, and what is subtracted: differences of large numbers first."""
+        """The terms and their signs: differences of large numbers first."""
         terms = dict(poly.terms)
         for rest, number, above, below in self._differences(terms):
             between = self._sum(self._as_factor(above, dtype), self._as_factor(below, dtype), False)
@@ -122,11 +124,11 @@ class RowNodes(Known):
     def _differences(
         self, terms: dict[Monomial, float]
     ) -> list[tuple[Monomial, float, Node, Node]]:
-        """(rest, number, above, below) for `number rest (above - below)`, which are taken out of `terms`.
+        """(rest, number, above, below) for each `number rest (above - below)`, which are removed from `terms`.
 
-        One of the two, or both, is a level: what both are multiplied with is taken out, because the difference of two
-        products may have lost the digits of the difference. What is not taken out whole (`peak / 2 + t`) stays as the
-        program has it: there is no difference of the two.
+        At least one of above and below is a level. Common factors are taken out, because the difference of two products
+        may have lost the digits of the difference. A term that would not vanish completely (`peak / 2 + t`) stays as in
+        the program: there is no difference of the two.
         """
         left, pairs = dict(terms), []
         for mine in [monomial for monomial in terms if self.has_level(monomial)]:
@@ -153,7 +155,7 @@ class RowNodes(Known):
         return [difference for _, _, difference in taken]
 
     def _by_likeness(self, terms: dict[Monomial, float], mine: Monomial) -> list[Monomial]:
-        """Levels first, then what has most nearly the number of `mine`, which it may be meant to be taken from."""
+        """Levels first, then the terms whose numbers are closest to minus the number of `mine`."""
         number = terms[mine]
         return sorted(terms, key=lambda m: (not self.has_level(m), abs(terms[m] + number)))
 
@@ -161,7 +163,7 @@ class RowNodes(Known):
         return power == 1 and self.fact(atom).logits is not None
 
     def _apart(self, mine: Monomial, theirs: Monomial) -> tuple[Monomial, Node, Node] | None:
-        """What both have, and the one number of each that the other has not, no level of other logits."""
+        """Common factors, and the one other number of each; None if the second is a level of other logits."""
         rest = tuple(factor for factor in mine if factor in theirs)
         apart = [factor for factor in (*mine, *theirs) if factor not in rest]
         if [power for _, power in apart] != [1, 1] or len(mine) != len(theirs):
@@ -193,8 +195,8 @@ class RowNodes(Known):
     def _monomial(
         self, monomial: Monomial, factor: Node | float, dtype: torch.dtype
     ) -> Node | float:
-        """What comes in from backward is multiplied first, as autograd does: where it is 0, so is the product, also
-        where the product of the others overflows.
+        """A factor from backward comes first, as in autograd: if it is 0 the product is 0, also if the product of the
+        others overflows.
         """
         incoming = sorted(monomial, key=lambda each: not is_backward(each[0]))
         above = [(atom, power) for atom, power in incoming if power > 0]
@@ -211,13 +213,13 @@ class RowNodes(Known):
         return result
 
     def zero_where_placed(self, monomial: Monomial, product: Node) -> Node:
-        """`product`, of which `monomial` is a factor, and 0 in the rows that a row mask in it takes out."""
+        """`product`, a product with `monomial`, and 0 in the rows where one of its row masks is 0."""
         for rows in sorted(self.placed_in(monomial)):
             product = self._zero_where(rows, product)
         return product
 
     def _is_placed(self, atom: Node) -> bool:
-        """In `zero_outside`, or rows of what is, in another order or shape."""
+        """In `zero_outside`, or rows of such a node, in another order or shape."""
         waiting, seen = [atom], {atom}
         while waiting:
             node = waiting.pop()

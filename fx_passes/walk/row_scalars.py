@@ -1,8 +1,7 @@
 """Row scalars: nodes with one number per row as polynomials, and back to nodes.
 
-`meaning` reads what the user's nodes compute, by the table `rules.ROW_SCALARS`; `emit` (`row_nodes.py`) computes a
-polynomial by new nodes. Between the two the algebra is exact: a maximum that is added and taken away again is never
-computed.
+`meaning` reads the user's nodes, by the table `rules.ROW_SCALARS`; `emit` (`row_nodes.py`) computes a polynomial by new
+nodes. Between the two the algebra is exact: a maximum added and subtracted again is never computed.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ RowRule: TypeAlias = "Callable[[RowScalars, Node], Poly | None]"
 
 
 class RowScalars(RowNodes):
-    """What row scalars mean, and nodes for what rules make of them.
+    """The meaning of row scalars, and nodes for the polynomials of rules.
 
     Attributes:
-        of_logits: the user's nodes that are made of the logits.
+        of_logits: the user's nodes computed from the logits.
     """
 
     def __init__(self, emitter: Emitter, table: Mapping[Target, RowRule]) -> None:
@@ -55,10 +54,10 @@ class RowScalars(RowNodes):
     # -- meaning ---------------------------------------------------------------------------------
 
     def meaning(self, node: Node) -> Poly:
-        """The polynomial that `node` computes, as far as the table reads it.
+        """The polynomial computed by `node`, as far as the table reads it.
 
-        Roundings of row scalars to a narrower dtype are looked through: inside a rewrite they are kept in the compute
-        dtype, as full-vocabulary values are.
+        Roundings of row scalars to a narrower dtype are ignored: inside a rewrite they have the compute dtype, as
+        full-vocabulary values do.
         """
         node = self.emitter.represents.get(node, node)
         for inner in self._unread(node):
@@ -67,7 +66,7 @@ class RowScalars(RowNodes):
         return self.meanings[node]
 
     def _unread(self, node: Node) -> Iterator[Node]:
-        """`node` and what its meaning is made of, inputs first: chains may be longer than Python recurses."""
+        """`node` and the nodes of its meaning, inputs first: chains may be longer than Python's recursion limit."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -108,7 +107,7 @@ class RowScalars(RowNodes):
         return None if rule is None else rule(self, node)
 
     def moved(self, first: Node, move: Callable[[Node], Node]) -> Poly:
-        """`first`'s meaning with every atom moved alike; atoms that are spread over rows cannot be."""
+        """`first`'s meaning with every atom moved alike; atoms spread over rows cannot be moved."""
         poly, whole = self.meaning(first), shape_of(first)
         tensors = [atom for atom in poly.atoms() if rank_of(atom)]
         if any(not same_shape(shape_of(atom), whole) for atom in tensors):
@@ -116,7 +115,7 @@ class RowScalars(RowNodes):
         return poly.map_atoms(lambda atom: move(atom) if rank_of(atom) else atom)
 
     def view_sizes(self, node: Node) -> list[SizeArg]:
-        """The sizes that a reshape asks for."""
+        """The sizes of a reshape."""
         if node.target in TO_SHAPE:
             sizes = list(node.args[1])  # type: ignore[arg-type]
             if not any(isinstance(size, int) and size == -1 for size in sizes):
@@ -124,9 +123,10 @@ class RowScalars(RowNodes):
         return self.emitter.sizes(node)
 
     def operand(self, arg: object, rank: int, of_form: bool = True) -> Poly | None:
-        """A number, symbolic number or row scalar as a polynomial whose atoms have `rank` dimensions (or none).
+        """A number, symbolic number or row scalar as a polynomial in atoms of `rank` dimensions (or none).
 
-        Those of a form, the vocabulary's among them, or those of a value with one number per row.
+        With `of_form`, the dimensions are a form's, vocabulary included; otherwise those of a value with one number per
+        row.
         """
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
             return Poly.number(float(arg))
@@ -153,7 +153,7 @@ class RowScalars(RowNodes):
         return self.emitter.align(atom, rank)
 
     def is_given(self, atom: Node) -> bool:
-        """A tensor of the user's that is made of no logits."""
+        """A tensor of the user, computed without the logits."""
         node = under(atom, VIEWS | CASTS)
         given = not self.emitter.made(node) and node not in self.of_logits
         return given and is_float_tensor(node) and not self._is_placed(atom)
@@ -191,7 +191,7 @@ class RowScalars(RowNodes):
         return poly
 
     def reshaped(self, poly: Poly, whole: Node, sizes: Sequence[SizeArg]) -> Poly:
-        """`poly` of the rows of `whole` in another shape; an atom that is one number for many rows is spread first."""
+        """`poly` of the rows of `whole` in another shape; an atom with one number for many rows is spread first."""
 
         def shaped(atom: Node) -> Node:
             if not rank_of(atom):
@@ -201,7 +201,7 @@ class RowScalars(RowNodes):
         return poly.map_atoms(shaped)
 
     def log_argument(self, atom: Node) -> Node | None:
-        """s where the row scalar is log(s), seen through views."""
+        """s if the row scalar is log(s), below views."""
         inner = under(atom, RESHAPES)
         if inner.op != "call_function" or inner.target is not aten.log.default:
             return None
@@ -212,10 +212,10 @@ class RowScalars(RowNodes):
     def mass(
         self, height: Poly, log_sum: Poly, dtype: torch.dtype, like: Node, exact: Poly | None = None
     ) -> Node:
-        """exp(height + log_sum), a row's sum of exponentials; `exact` is how the height is computed.
+        """exp(height + log_sum), a row's sum of exponentials; `exact`: compute the height from this polynomial.
 
-        Remembered, so that dividing by it is subtracting its log. As a product, since the sum in the exponent would be
-        rounded to the places of the larger.
+        It is remembered, so that dividing by it is subtracting its log. It is computed as a product, because the sum in
+        the exponent would be rounded to the digits of the larger summand.
         """
         factors = [
             self.emitter.call(aten.exp.default, self.emit_node(part, dtype, like))
@@ -245,11 +245,11 @@ class RowScalars(RowNodes):
 
 
 _FILL: dict[Target, int] = {aten.scalar_tensor.default: 0, aten.full.default: 1}
-"""Where a constant's number stands among the arguments."""
+"""The position of a constant's number among the arguments."""
 
 
 def _constant(node: Node) -> Poly | None:
-    """The number, or symbolic number, in a 0-dimensional constant tensor made in the graph."""
+    """The number, or symbolic number, in a 0-dimensional constant tensor of the graph."""
     at = _FILL.get(node.target)
     fill, dtype = None if at is None else node.args[at], value(node).dtype
     if isinstance(fill, Node):

@@ -24,18 +24,18 @@ aten = torch.ops.aten
 _MOST_COLUMNS = 4  # of a one-hot term: each is a comparison of every element
 
 # NOTE [Who reads a value decides how it is computed]
-# `row_grad` is a kernel of its own: what it makes is stored. That is right for a value that is stored anyway: one that
-# the graph returns, that a matmul reads, that takes the logits' place. A value that only element-wise operators and
-# reductions read would not be stored, had the user's code stayed as it was: the compiler computes it where it is
-# needed. There the same coefficients are spelled out in the graph, for the compiler to do just that; a partial rewrite
-# stores nothing that the user's own code did not.
+# `row_grad` is a separate kernel: its result is stored. That is right for a value stored anyway: one returned by the
+# graph, read by a matmul, or overwriting the logits. But a value with element-wise and reducing readers only is not
+# stored in the user's own code: the compiler computes it where it is needed. For such a value the same coefficients
+# become arithmetic in the graph, for the compiler to do the same. A partial rewrite stores no more than the user's own
+# code.
 #
-# Half-precision logits that the program computes element by element are rounded where they are stored and `row_stats`
-# reads them. Where a compiler computes them again it does not round them, and their exponentials over the sum of the
-# others' are no softmax: the arithmetic rounds, by their bits, since a cast there and back is taken out.
+# Half-precision logits computed element by element by the program are rounded when they are stored for `row_stats`. A
+# compiler recomputing them does not round, and exponentials of unrounded logits over the sum for rounded ones are no
+# softmax. So the arithmetic rounds by manipulating bits, because the compiler removes a cast there and back.
 #
-# Logits that a matmul of the graph makes are left to `linear`, which takes `row_grad`s and need not make them at all;
-# not if the function returns a part of them: its gradient is put among zeros, and added to, in one kernel.
+# Logits of a matmul in the graph are left to `linear`, which takes `row_grad`s and need not compute the logits at all.
+# Exception: if the function returns a part of them, their gradient is written into zeros, and added to, in one kernel.
 
 
 def spell_out(c: Context, account: Account) -> None:
@@ -135,7 +135,7 @@ _BITS_LESS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def _is_rounded_if_stored(node: Node) -> bool:
-    """Half precision, and made by arithmetic that a compiler may do where the value is read."""
+    """Half precision, and computed by arithmetic that a compiler may repeat at the reader."""
     waiting = [node]
     while waiting:
         node = under(waiting.pop(), VIEWS)
@@ -149,14 +149,14 @@ def _is_rounded_if_stored(node: Node) -> bool:
 
 
 def _rounded(c: Context, x: Node, dtype: torch.dtype) -> Node:
-    """`x`, which is float32, to the nearest number of `dtype`, or the even one of two."""
+    """`x`, in float32, rounded to the nearest number of `dtype`, ties to even."""
     call, less = c.emitter.call, _BITS_LESS[dtype]
     bits = call(aten.view.dtype, x, torch.int32)
     last = call(aten.bitwise_right_shift.Tensor_Scalar, bits, less)
     odd = call(aten.bitwise_and.Scalar, last, 1)
     up = call(aten.add.Tensor, call(aten.add.Tensor, bits, 2 ** (less - 1) - 1), odd)
     nearest = call(aten.view.dtype, call(aten.bitwise_and.Scalar, up, -(2**less)), torch.float32)
-    if dtype is torch.float16:  # whose largest number is not float32's
+    if dtype is torch.float16:  # a dtype with another largest number than float32's
         above = call(aten.gt.Scalar, call(aten.abs.default, nearest), torch.finfo(dtype).max)
         nearest = c.emitter.where(above, call(aten.mul.Tensor, nearest, math.inf), nearest)
     return c.emitter.where(call(aten.eq.Tensor, x, x), nearest, x)  # the bits of NaN may be all 1

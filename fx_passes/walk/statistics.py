@@ -44,9 +44,9 @@ def compute_dtype(x: Node | None) -> torch.dtype:
 
 
 def dtype_of(form: Form) -> torch.dtype:
-    """What the form's coefficients are computed in: where no logits are in it, the finest dtype of its rows.
+    """The dtype of the form's coefficients: without logits, the widest dtype of its rows.
 
-    Of nothing but constants and masks, which may be float64, that is float64.
+    A form of constants and masks only, which may be float64, has float64.
     """
     if form.x is not None:
         return compute_dtype(form.x)
@@ -62,10 +62,10 @@ def is_mask(atom: Node) -> bool:
 
 
 class Statistics:
-    """The statistics that were asked for.
+    """The requested statistics.
 
     Attributes:
-        operators: the operators made for them, each with its root.
+        operators: their operators, each with its root.
     """
 
     def __init__(self, roots: Roots, rows: RowScalars) -> None:
@@ -80,7 +80,7 @@ class Statistics:
         return self._of(form.x, scale, form.vdim)
 
     def known(self, form: Form, scale: Poly) -> Stats | None:
-        """Those that were asked for already."""
+        """Statistics requested before."""
         return None if form.x is None else self._known.get((form.x, scale))
 
     def is_one(self, atom: Node) -> bool:
@@ -92,7 +92,7 @@ class Statistics:
         return any(map(self.is_one, poly.atoms()))
 
     def shifts(self, form: Form) -> bool:
-        """Whether a statistic of its own logits is in what they are shifted by: NaN in rows of nothing but -inf."""
+        """Whether the shift of the logits contains a statistic of theirs: NaN in rows of -inf only."""
         root = None if form.x is None else self.roots.root_of[form.x]
         return any(
             self.operators[under(atom, SHOWN).all_input_nodes[0]] is root
@@ -101,7 +101,7 @@ class Statistics:
         )
 
     def any_scale(self, form: Form) -> tuple[Poly, Stats]:
-        """Statistics of any scale that are there already, else of the form's own factor."""
+        """Existing statistics of any scale, otherwise new ones of the form's own factor."""
         for (x, scale), stats in self._known.items():
             factor = form.f.over(scale)
             if x is form.x and factor is not None:

@@ -1,4 +1,4 @@
-"""Whether a root pays: a row value leaves, and fewer full-vocabulary values are left than there were."""
+"""Whether a root pays: a row value is used outside, and fewer full-vocabulary values remain than there were."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fx_passes.walk.walk import Walk
 
 @dataclass(frozen=True)
 class Verdict:
-    """The roots that are taken, and why the others are not."""
+    """The accepted roots, and the reasons against the others."""
 
     accepted: frozenset[Node]
     refused: dict[Node, str]
 
 
 def judge(walk: Walk) -> Verdict:
-    """In a graph with collectives forward alone decides: a rank that needs no gradient has no more than that, and all
-    ranks must exchange the same.
+    """In a graph with collectives only forward decides: a rank without a gradient has forward alone, and all ranks must
+    exchange the same values.
     """
     account = walk.account
     forward = any(map(is_collective, walk.graph.nodes))
@@ -40,11 +40,13 @@ def judge(walk: Walk) -> Verdict:
     for root in sorted(account.softmax_roots):
         found, left = counts[root]
         if root not in read and not _is_left_to_arithmetic(walk, root, after):
-            refused[root] = "no value per row leaves: its softmax is used in full"
+            refused[root] = "no value per row is used: the softmax is used in full"
         elif root in account.doubtful:
-            refused[root] = "a value per row is compared with full-vocabulary values that stay"
+            refused[root] = "a per-row value is compared with unfused full-vocabulary values"
         elif left >= found:
-            refused[root] = f"{left} full-vocabulary values would be left of {found}"
+            refused[root] = (
+                f"the rewrite would have {left} full-vocabulary values, the graph has {found}"
+            )
         else:
             accepted.add(root)
     allies = {ally for ally, of in walk.context.roots.allies.items() if of in accepted}
@@ -52,7 +54,9 @@ def judge(walk: Walk) -> Verdict:
 
 
 def _is_left_to_arithmetic(walk: Walk, root: Node, live: set[Node]) -> bool:
-    """Whether what leaves of it is computed where it is read, beside other logits: a teacher's softmax is not kept."""
+    """Whether the values leaving it are computed at their readers, next to other logits: a teacher's softmax is not
+    stored.
+    """
     leaving = [
         each
         for new, each in walk.account.leaving.items()
@@ -63,7 +67,7 @@ def _is_left_to_arithmetic(walk: Walk, root: Node, live: set[Node]) -> bool:
 
 
 def _meets_others(walk: Walk, root: Node) -> bool:
-    """Whether values of it meet those of other logits, as a teacher's and a student's do."""
+    """Whether its values are combined with those of other logits, as a teacher's and a student's are."""
     met = {r for each in walk.account.refusals if root in each.roots for r in each.roots}
     return bool(met & walk.account.softmax_roots - {root})
 
@@ -79,7 +83,7 @@ def used_by_user(walk: Walk, node: Node, live: set[Node]) -> bool:
 def _counts(
     walk: Walk, before: set[Node] | None, after: set[Node]
 ) -> Mapping[Node, tuple[int, int]]:
-    """Full-vocabulary values of each root before and after; gradients that leave are not counted."""
+    """Full-vocabulary values of each root before and after; gradients leaving the graph do not count."""
     account, gone = walk.account, leaving_gradients(walk)
     refused = _refused_over(walk, account.softmax_roots)
     found: Counter[Node | None] = Counter()
@@ -98,7 +102,7 @@ def _counts(
 
 
 def wide_values(walk: Walk) -> set[Node]:
-    """The user's full-vocabulary values: forms, masks, and in forward what refused rules made of them."""
+    """The user's full-vocabulary values: forms, masks, and forward's values of refused rules."""
     roots = walk.account.softmax_roots
     refused = _refused_over(walk, roots)
     return {
@@ -111,9 +115,9 @@ def wide_values(walk: Walk) -> set[Node]:
 
 
 def unknown_values(walk: Walk) -> set[Node]:
-    """What else the user makes of the logits, or in backward adds to their gradient, that is as wide as they are.
+    """Other values of the user as wide as the logits: computed from them, or added to their gradient in backward.
 
-    What logits are made of is not ours, nor its derivative, nor what is done to their gradient once it has left.
+    Not counted: values the logits are computed from, their derivatives, and values computed from the finished gradient.
     """
     roots, made = walk.account.softmax_roots, walk.context.emitter.made
     gone = leaving_gradients(walk)
@@ -130,7 +134,7 @@ def unknown_values(walk: Walk) -> set[Node]:
 
 
 def leaving_gradients(walk: Walk) -> set[Node]:
-    """The user's nodes in whose place a gradient leaves."""
+    """The user's nodes replaced by a finished gradient."""
     account = walk.account
     return {
         old
@@ -145,7 +149,7 @@ def looks_wide(node: Node, roots: Iterable[Node]) -> bool:
 
 
 def _refused_over(walk: Walk, roots: set[Node]) -> dict[Node, set[Node]]:
-    """Nodes that a rule refused over `roots`, before the gradient left: what the user does to that then is not ours."""
+    """Nodes refused by a rule over `roots` before the gradient was finished; later operations on it are the user's."""
     found: dict[Node, set[Node]] = {}
     for each in walk.account.refusals:
         if each.roots & roots and not is_backward(each.node):

@@ -1,7 +1,7 @@
-"""One walk over the joint graph, in order: each node is read by the table of rules, and the answer is recorded.
+"""One walk over the joint graph, in order: the table of rules reads each node, and the answer is recorded.
 
-Nothing of the user's graph is edited here: new, unused nodes are added, and `Account.replacements` says
-what `fuse.py` puts in place of which node once all is accepted.
+The user's graph is not edited here: new, unused nodes are added, and `Account.replacements` says which nodes `fuse.py`
+replaces by them if all is accepted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from fx_passes.walk.statistics import dtype_of
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_MOVES = VIEWS - {aten.select.int}  # which may select a column, a number per row
+_MOVES = VIEWS - {aten.select.int}  # select may take a column: a number per row
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Walk:
 
     Args:
         graph: functional, with fake values.
-        only: the roots that are taken; None while every value that could be one is.
-        barriers: nodes that are read as they are, whatever a rule would make of them.
-        changes: inputs that the graph changes in place, which are no root or one in forward alone.
+        only: the accepted roots; None in the first walk, where every candidate is a root.
+        barriers: nodes read as they are, whatever a rule would answer.
+        changes: inputs changed in place by the graph: no roots, or roots in forward only.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Walk:
         return None if x is None else self.context.roots.root_of.get(x)
 
     def _is_of_logits(self, node: Node) -> bool:
-        """Full-vocabulary, a number per row that stands in for the user's, or made of such."""
+        """Full-vocabulary, a replaced number per row, or computed from such."""
         rows = self.context.rows
         if not isinstance(self.context.values[node], Node) or node in self.account.replacements:
             return True
@@ -160,29 +160,29 @@ class Walk:
         return self._plain(node) if result is None else self._record(node, result)
 
     def _check_rounding(self, form: Form) -> None:
-        """Exponentials are not rounded as the user's are: no number that is reduced from those is subtracted from them.
+        """Refuses to subtract a number reduced from rounded exponentials: the rewrite does not round exponentials.
 
-        `e^x - max` of a rounded e^x may be far above 0 before it is rounded.
+        `e^x - max` may be far above 0 if only the max comes from rounded e^x.
         """
         if not form.exps:
             return
         for node in ancestors(form.e.atoms(), self._inputs_with_exponentials):
             wide = isinstance(self.context.values.get(node), Form)
             if wide and value(node).dtype.itemsize < dtype_of(form).itemsize:
-                raise Refused("a number of rounded exponentials is added to the exact ones")
+                raise Refused("a reduction of rounded exponentials is added to exact ones")
 
     def _inputs_with_exponentials(self, node: Node) -> list[Node]:
         return [arg for arg in node.all_input_nodes if self._may_have_exponentials(arg)]
 
     def _may_have_exponentials(self, node: Node) -> bool:
-        """A form that has some, or a number per row that may be made of such."""
+        """A form with exponentials, or a number per row possibly computed from such."""
         meaning = self.context.values.get(node)
         if isinstance(meaning, Form):
             return bool(meaning.exps)
         return self.context.emitter.made(node) or node in self.context.rows.of_logits
 
     def _are_over_one_root(self, written: Node, whole: Any) -> bool:
-        """Else what was written into has become logits of its own, and `written` is a part of these."""
+        """Otherwise the overwritten value has become logits of its own, and `written` is a part of these."""
         both = isinstance(self.context.values[written], Form) and self.root(written) is not None
         return both and self.root(written) is self.root(whole)
 
@@ -203,7 +203,7 @@ class Walk:
         return self.context.emitter.adopt(node)
 
     def _receive(self, wait: Node) -> Node:
-        """Numbers per row from other ranks: the program's, or what stands in for them."""
+        """Numbers per row from other ranks: the program's, or their replacement."""
         merged = self.context.config.merge_collectives
         stands_in = exchanged(self.context, wait, self.account.row_values) if merged else None
         if stands_in is None:
@@ -254,7 +254,7 @@ class Walk:
             self.account.doubtful |= roots
 
     def _are_made_of_logits(self, operands: object) -> bool:
-        """Whether what was taken for logits is made of others, it is not known how."""
+        """Whether presumed logits are computed from other logits, in an unknown way."""
         roots = self._roots_of(full_vocabulary(operands))
         return not roots.isdisjoint(self.context.rows.of_logits)
 
@@ -263,7 +263,7 @@ class Walk:
         return frozenset(self.context.roots.root_of[x] for x in xs if x is not None)
 
     def _is_replaced(self, node: Node) -> bool:
-        """A number per row that is computed otherwise than the user does, seen through views and copies."""
+        """A number per row computed differently than in the user's program, seen through views and copies."""
         while node not in self.account.row_values:
             if node.target not in VIEWS and node.target not in SAME_VALUE:
                 return False
@@ -271,7 +271,7 @@ class Walk:
         return True
 
     def _note_rounding(self, node: Node, form: Form) -> None:
-        """A rounding of a full-vocabulary value that the rewrite leaves out."""
+        """A rounding of a full-vocabulary value that the rewrite omits."""
         root = None if form.x is None else self.context.roots.root_of.get(form.x)
         if root is None or form.is_affine:
             return
@@ -285,9 +285,10 @@ class Walk:
     # -- leaving ---------------------------------------------------------------------------------
 
     def _return(self, output: Node) -> None:
-        """What the graph returns is kept; logits that it returns changed (`logits / t`) become a root of their own.
+        """Returned values are kept; changed logits among them (`logits / t`) become a root of their own.
 
-        Not where it returns a part of their memory (`logits[:, :-1]`): the logits are there, and one gradient is made.
+        Exception: if the graph returns a part of their memory (`logits[:, :-1]`), the logits exist, and have one
+        gradient.
         """
         for arg in output.all_input_nodes:
             meaning = self.context.values.get(arg)
@@ -298,9 +299,9 @@ class Walk:
         self._keep_operands(output)
 
     def _put_back(self, copy: Node) -> bool:
-        """What backward copies over logits and is linear in them; False for any other copy.
+        """A value linear in the logits that backward copies over them; False for any other copy.
 
-        Nothing, where it is what they hold already (verl's entropy subtracts, and adds again).
+        Nothing is done if the logits have that value already (verl's entropy subtracts, and adds again).
         """
         into, copied = copy.args[:2]
         form = self.context.values.get(copied)  # type: ignore[arg-type]
@@ -319,7 +320,7 @@ class Walk:
             self._keep(arg)
 
     def _keep(self, node: Node) -> None:
-        """`node`'s value leaves: computed from its form, or by the user's node where that is as good."""
+        """`node`'s value leaves the algebra: computed from its form, or by the user's node if that is as good."""
         waiting = [node]
         while waiting:
             each = waiting.pop()
@@ -335,9 +336,9 @@ class Walk:
                 waiting += reversed(each.all_input_nodes)
 
     def _subtracts_a_rounded_peak(self, node: Node, form: Form) -> bool:
-        """Whether the user's nodes take the peak away in a number that is rounded (a logsumexp, over a temperature).
+        """Whether the user's nodes subtract the peak in a rounded number (a logsumexp, over a temperature).
 
-        What is reduced from such a value has its rounding, and cancels it; what the statistics say of it does not.
+        Reductions of such a value cancel its rounding; the statistics do not have that rounding.
         """
         linear = form.is_affine and not form.f.is_zero and form.is_everywhere
         if not linear or node in self.account.returned:
@@ -377,7 +378,7 @@ def _is_exact(rows: RowNodes, poly: Poly) -> bool:
 
 
 def _check_precision(node: Node, result: Result) -> None:
-    """What the user computes in float64 is not computed in less."""
+    """Values in float64 are not computed in a narrower dtype."""
     form = result.form if isinstance(result, RowValue) else result
     if not isinstance(form, Form) or value(node).dtype is not torch.float64:
         return
@@ -387,7 +388,7 @@ def _check_precision(node: Node, result: Result) -> None:
 
 
 def _check_shape(node: Node, form: Form) -> None:
-    """The logits are not broadcast over rows: statistics and gradients are of the rows that they have."""
+    """The logits are not broadcast over rows: statistics and gradients have the rows of the logits."""
     shape = shape_of(node)
     for given in (form.shape, shape_of(form.x) if form.x is not None else shape):
         pairs = zip(given, shape, strict=False)
@@ -396,7 +397,7 @@ def _check_shape(node: Node, form: Form) -> None:
 
 
 def _is_computed(form: Form, node: Node) -> bool:
-    """Softmaxes, and what cancels to zero, are computed from the form; the rest is as cheap where it is."""
+    """Softmaxes, and values that cancel to zero, are computed from the form; others are as cheap in the user's node."""
     vanishes = form.is_zero and form.x is not None
     known = form.beside is None and (bool(form.exps) or vanishes)
     return node.target not in WHOLE_VIEWS and known

@@ -2,17 +2,17 @@
 
 Entry point: `slime_fused`, found by torch through the entry-point group `torch_dynamo_backends`; users never import it.
 
-    options       what the user may ask for
-    identity      name and identity of a graph, the inputs that may not be overwritten
-    passes        fx_passes over the graphs, reported
-    runner        and guarded
+    options       the user's options
+    identity      name and identity of a graph, the inputs that must not be overwritten
+    passes        fx_passes over the graphs, with reports
+    runner        guards for the passes
     inductor      inner="inductor": the passes as inductor's own
     interpreted   inner="aot_eager": graphs run as they are
-    consumed      logits that were overwritten, and another operation needs them
+    consumed      overwritten logits that another operation needs
     inference     inputs from inference mode, which autograd does not save
-    returned      logits among the outputs, whose gradient is asked for or not
+    returned      logits among the outputs, with or without a gradient
     registration  several threads may use the backend for the first time together
-    check_ranks   the ranks of a group compare what they would exchange
+    check_ranks   the ranks of a group compare their exchanges
 
 No file of this folder imports the name below.
 """
@@ -48,7 +48,7 @@ __all__ = ["slime_fused"]
 
 torch_private.check()
 allow_again()
-Options.parse()  # an error in the environment is told by torch.compile itself
+Options.parse()  # torch.compile itself raises errors in the environment
 
 
 def slime_fused(

@@ -1,11 +1,11 @@
 """`check_ranks=True`: the ranks of a group compare their planned exchange before they could hang.
 
-Entry points: `check` at compile time, `group_sizes` for the identity of compiled code. Compared are the collectives
+Entry points: `check` at compile time, `group_sizes` for the identity of compiled code. Compared: the collectives
 over each group, in order, with every value they are computed from. Not compared, since ranks may differ there: numbers
-(the start of a vocabulary shard), sizes, and all that no collective depends on. Torch's compile caches are not used.
+(the start of a vocabulary shard), sizes, and values that no collective depends on. Torch's compile caches are not used.
 
-Ranks meet in the store of the default process group, under the compiled function's name and how often it was compiled,
-so a rank that compiles alone waits for `TIMEOUT` and goes on, with a note in its report.
+Ranks meet in the store of the default process group, under the compiled function's name and the number of its
+compilation. A rank that compiles alone waits for `TIMEOUT` and goes on, with a note in its report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RanksDisagree(RuntimeError):
 
 
 def group_sizes() -> tuple[tuple[str, int], ...]:
-    """The ranks of each process group by its name: compiled code holds them."""
+    """The number of ranks of each process group, by name: compiled code contains them."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     groups = distributed_c10d._world.pg_names
@@ -70,7 +70,7 @@ def _check_group(graph: Graph, name: str, group: str) -> str:
     for rank, key in keys.items():
         try:
             store.wait([key], TIMEOUT)
-        except RuntimeError:  # what a store raises when its time is over, whichever store
+        except RuntimeError:  # each store's error at its time-out
             late.append(rank)
             continue
         _compare(own, json.loads(store.get(key)), mine, rank, name, group)
@@ -96,7 +96,7 @@ def _compare(own: list[str], other: list[str], mine: int, rank: int, name: str, 
 
 
 def describe(graph: Graph, group: str) -> list[str]:
-    """One line per collective over `group` and per value that one of them depends on."""
+    """One line per collective over `group`, and per value needed by one of them."""
     own = [n for n in graph.nodes if is_collective(n) and n.args[-1] == group]
     wanted = {*own, *ancestors(own)}
     number: dict[Node, int] = {}
@@ -115,7 +115,7 @@ def describe(graph: Graph, group: str) -> list[str]:
 
 
 def _copies(node: Node) -> bool:
-    """What a rank copies for its backward; `maximum` of a value and itself is a copy that inductor leaves in."""
+    """A rank's copy for its backward; `maximum` of a value and itself is a copy that inductor keeps."""
     twice = node.target is aten.maximum.default and node.args[0] is node.args[1]
     return twice or node.target in SAME_VALUE
 

@@ -1,11 +1,12 @@
 """Another operation needs logits `consume_logits=True` may overwrite: it gets an error, or the logits stay.
 
-Entry points: `explain_errors`, `watching_hooks`. Autograd watches what it saved and raises "one of the variables needed
-for gradient computation has been modified by an inplace operation", of an operation that may be any of the model's.
-Nothing tells autograd what to say, so its error is completed on its way out of the engine.
+Entry points: `explain_errors`, `watching_hooks`. Autograd checks its saved tensors and raises "one of the variables
+needed for gradient computation has been modified by an inplace operation", for any operation of the model. Its text
+cannot be changed inside of autograd, so the error is completed on its way out of the engine.
 
-What saved-tensor hooks keep (a checkpoint, `save_on_cpu`) autograd does not watch: another operation would read the
-gradient, silently. So what was called under hooks decides from then on as "auto" does: by counting who has the logits.
+Autograd does not check tensors kept by saved-tensor hooks (a checkpoint, `save_on_cpu`): another operation would
+silently read the gradient. So a function called under hooks decides like "auto" from then on: by counting references to
+the logits.
 """
 
 import functools
@@ -43,7 +44,7 @@ def _complete(error: RuntimeError) -> None:
     said = str(error)
     if (
         _MODIFIED not in said or _OPTION in said
-    ):  # not of this kind, or a backward inside a backward told already
+    ):  # another error, or one already completed by a backward inside this backward
         return
     lines = _consumed_at()
     if lines:
@@ -55,14 +56,14 @@ def _complete(error: RuntimeError) -> None:
 
 
 def _consumed_at() -> list[str]:
-    """The user's lines whose gradients have been written over logits of a caller's that allowed it."""
+    """The user's lines whose gradients have overwritten logits passed in with consume_logits=True."""
     placements = [p for r in reports() for graph in r.graphs for p in graph.placements]
     written = [p.source or "an unknown line" for p in placements if p.owner == "caller" and p.over]
     return list(dict.fromkeys(written))
 
 
 def watching_hooks(compiled: Callable[..., Any], record: Record) -> Callable[..., Any]:
-    """`compiled`, which remembers that it was called under hooks for what autograd saves."""
+    """`compiled`, recording calls under hooks for autograd's saved tensors."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:

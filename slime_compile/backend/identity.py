@@ -1,6 +1,6 @@
 """Facts about a graph before its compilation: its name, its identity, the inputs to preserve.
 
-Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, which is in the identity of our passes in torch's caches.
+Entry points: `new_record` for a graph of Dynamo's; `SOURCES`, a part of our passes' identity in torch's caches.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def new_record(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Record:
-    """What is known about a graph from the start."""
+    """The facts about a graph before its compilation."""
     held = {i: reason for i, t in enumerate(example_inputs) if (reason := _held(t))}
     unkeyed = (_rank(gm), _shared(example_inputs), native.has_vectors())
     name = _name(gm)
@@ -57,9 +57,9 @@ def _lines(gm: GraphModule) -> list[str]:
 
 
 def _rank(gm: GraphModule) -> int | None:
-    """This process's, where a value of the graph is a DTensor.
+    """This process's rank, if a value of the graph is a DTensor.
 
-    AOTAutograd makes a shard's first column a number of the code, and its cache's key has no rank (torch 2.15).
+    AOTAutograd makes a shard's first column a number in the code, and its cache's key has no rank (torch 2.15).
     """
     tensors = sys.modules.get("torch.distributed.tensor")  # slow to import
     if tensors is None or not dist.is_initialized():
@@ -69,10 +69,10 @@ def _rank(gm: GraphModule) -> int | None:
 
 
 def _shared(inputs: Sequence[Any]) -> tuple[tuple[int, int, str], ...]:
-    """Inputs that share memory: each with the first of its memory, and how far behind that it begins.
+    """Inputs sharing memory: for each, the first input with that memory, and the distance to its start.
 
-    Where one is changed in place, AOTAutograd makes other code for them, and its cache's key knows the inputs one by
-    one (torch 2.15).
+    If one of them is changed in place, AOTAutograd generates other code, and its cache's key has only separate inputs
+    (torch 2.15).
     """
     first: dict[int, int] = {}
     shared = []
@@ -98,7 +98,7 @@ def _held(tensor: Any) -> str:
 
 
 def _source_hash() -> str:
-    """Of all sources of both packages: any change of ours invalidates what torch has cached."""
+    """Of all sources of both packages: any change of ours invalidates torch's caches."""
     digest = hashlib.sha256()
     for package in (Path(__file__).parents[1], Path(fx_passes.__file__).parent):
         for path in sorted(package.rglob("*")):
@@ -112,21 +112,21 @@ SOURCES = _source_hash()
 
 
 def _identity(gm: GraphModule, options: Options, held: dict[int, str], unkeyed: object) -> str:
-    """The same for the same graph and options in every process, so that a cached graph finds its report."""
+    """Equal for the same graph and options in every process, so that a cached graph finds its report."""
     inputs = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     layouts = [
         (str(t.shape), str(t.stride()), str(t.dtype), str(t.device), t.requires_grad)
         for t in inputs
         if isinstance(t, torch.Tensor) and t.layout is torch.strided
     ]
-    # who may overwrite what is in the identity of our passes only where something may be overwritten
+    # the owner of a buffer is in our passes' identity only if something may be overwritten
     kept = sorted(held.items()) if options.consume_logits is True else ()
     text = repr((gm.code, layouts, kept, unkeyed, torch.is_grad_enabled(), options.key(), SOURCES))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _name(gm: GraphModule) -> str:
-    """The user's function, from the outermost frame of the first node that has one; of torch's, who calls it."""
+    """The user's function, from the outermost frame of the first node with one; for a function of torch's, its caller."""
     traces = (n.meta.get("stack_trace") for n in gm.graph.nodes)
     name = outermost_frame(next((t for t in traces if t), ""))
     if name and not name.partition(" (")[2].startswith(_TORCH):
@@ -139,7 +139,7 @@ def _name(gm: GraphModule) -> str:
 
 
 def _name_caller(gm: GraphModule) -> None:
-    """Operators of a function of torch's own (`torch.compile(F.cross_entropy)`) are at the line that calls it."""
+    """Operators of a function of torch's own (`torch.compile(F.cross_entropy)`) get the line of the call."""
     nodes = [node for node in gm.graph.nodes if node.op.startswith("call")]
     traces = [node.meta.get("stack_trace") or "" for node in nodes]
     if not all(file.startswith(_TORCH) for trace in traces for file, *_ in frames(trace)):
@@ -154,7 +154,7 @@ def _name_caller(gm: GraphModule) -> None:
 
 
 def _caller() -> FrameType | None:
-    """The user's innermost frame, which calls compiled code."""
+    """The user's innermost frame: the caller of compiled code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back

@@ -1,7 +1,7 @@
 """`inner="inductor"`: our passes as inductor's custom passes, safe in its compile cache.
 
-Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, and seen to once more after
-inductor's own passes, in `joint_custom_post_pass`; the backward graph is made in place in `post_grad_custom_post_pass`.
+Entry point: `compile_inductor`. The joint graph is fused in `joint_custom_pre_pass`, and finished after inductor's own
+passes in `joint_custom_post_pass`; `post_grad_custom_post_pass` lets gradients of the backward graph overwrite logits.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ Compiled = Callable[..., Any]
 
 
 class _Backward(NamedTuple):
-    """The backward graph that is being compiled, and which of its inputs only it can see, by their positions."""
+    """The backward graph being compiled, and the positions of the inputs without other references."""
 
     module: GraphModule
     donated: tuple[int, ...]
@@ -135,10 +135,11 @@ def compile_inductor(
 
 
 # NOTE [What is in place must be in the graph's text]
-# Inductor's cache keys a backward graph by its text. Whether the saved logits are also returned to the caller, or are
-# donated, is not in it: a graph compiled in place for one forward would be taken for another, whose logits the user
-# holds. So the decisions are made once before the key is computed and written into the operators' region argument. The
-# rewrite itself must wait until inductor's passes are done: they move nodes about without regard to a mutation.
+# Inductor's cache keys a backward graph by its text. The text does not show whether the saved logits are also returned
+# to the caller, or are donated: a graph compiled in place for one forward would be reused for another one with logits
+# in the user's hands. So the decisions are made before the key is computed, and written into the operators' region
+# argument. The rewrite itself must wait for the end of inductor's passes, because they move nodes regardless of a
+# mutation.
 
 
 def _plan_inplace(gm: GraphModule, options: Options, record: Record) -> _Backward:
@@ -168,7 +169,7 @@ def _user_passes(name: str, patches: dict[str, Any]) -> tuple[Callable[[Graph], 
 
 
 def noting_first_call(compiled: Compiled, record: Record) -> Compiled:
-    """Code from torch's compile cache: without a pass to ask, its first call tells which fused operators it has."""
+    """Code from torch's compile cache: no pass has seen it, so its first call reveals its fused operators."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Inputs from `torch.inference_mode()`, as a teacher's logits: backward reads copies of them.
+"""Inputs from `torch.inference_mode()`, such as a teacher's logits: backward reads copies of them.
 
-Entry point: `copying_inference_tensors`. Autograd refuses to save an inference tensor. In eager code no operation may
-need to: a softmax of it is a tensor as any other. What a compiled graph saves is not what eager code does.
+Entry point: `copying_inference_tensors`. Autograd refuses to save an inference tensor. Eager code may not need to: a
+softmax of it is an ordinary tensor. A compiled graph saves other tensors than eager code.
 """
 
 import functools

@@ -66,13 +66,13 @@ def compile_interpreted(
 
 
 # NOTE [Why not torch.fx.Interpreter?]
-# It keeps the node that it runs in a state of the whole process (torch.fx.traceback), also while another thread
-# compiles: that thread's tracing then finds a state which is not its own, and fails ("Expected current_level > 0, got
-# 0"). What is needed here is less: operators, constants, and each value dropped after its last use, the inputs too.
+# It keeps its current node in a state of the whole process (torch.fx.traceback), also while another thread compiles.
+# That thread's tracing then finds a foreign state, and fails ("Expected current_level > 0, got 0"). Less is needed
+# here: operators, constants, and each value dropped after its last use, inputs included.
 
 
 def _interpreted(gm: GraphModule) -> Compiled:
-    """Runs the graph node by node; takes its inputs in a list, which it empties."""
+    """Runs the graph node by node; takes its inputs in a list and empties the list."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     unused = [node for node in placeholders if not node.users]
     steps = _steps(gm)
@@ -139,5 +139,7 @@ def _function(gm: GraphModule, node: Node) -> Callable[..., Any]:
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """prims.convert_element_type, whose own kernel makes a leaf that requires grad of one, also without autograd."""
+    """prims.convert_element_type. Its own kernel returns a leaf that requires grad for such a leaf, also without
+    autograd.
+    """
     return tensor.to(dtype)

@@ -1,12 +1,12 @@
 """The options of the backend: one frozen value, built once per compiled graph and passed on explicitly.
 
 Entry point: `Options.parse`. A key of the user's `options={...}` wins over the environment
-(`SLIME_FUSED_<OPTION>`), which wins over the default. `inductor.<name>` keys are inductor's own settings and go
-through unread, apart from their names and types. What is not known or has the wrong type is refused, with what was
-probably meant and the valid list; nothing else reads the environment.
+(`SLIME_FUSED_<OPTION>`), which wins over the default. `inductor.<name>` keys are inductor's own settings; only their
+names and types are checked. An unknown name or a wrong type is refused, with the probable name and the valid list.
+Nothing else reads the environment.
 
-Torch keeps `options` until the compiled function is first called: only the environment can be checked when
-`torch.compile` is (`slime_compile.backend` does). `slime_compile.explain(fn, **options)` checks at once.
+Torch passes `options` to the backend at the first call of the compiled function. So `torch.compile` can check the
+environment only (`slime_compile.backend` does). `slime_compile.explain(fn, **options)` checks at once.
 """
 
 import dataclasses
@@ -110,17 +110,17 @@ class Options:
 
     @property
     def inlined_below(self) -> int:
-        """`inline_below`, or 0 where nothing is inlined."""
+        """`inline_below`, or 0 if nothing is inlined."""
         asked = self.consume_logits is True or self.save != "logits" or "inlined" in self.left_out
         return 0 if asked or self.inner != "inductor" else self.inline_below
 
     @property
     def left_out(self) -> frozenset[str]:
-        """The passes that `without` names."""
+        """The passes named by `without`."""
         return _names(self.without)
 
     def fuse_config(self, min_vocab: int, formulas: Formulas) -> FuseConfig:
-        """The part that the fusing pass reads, over a graph with vocabularies of `min_vocab` or more."""
+        """The configuration of the fusing pass, for a graph with vocabularies of `min_vocab` or more."""
         return FuseConfig(
             formulas,
             min_vocab=min_vocab,
@@ -130,11 +130,11 @@ class Options:
         )
 
     def linear_config(self) -> LinearConfig:
-        """The part that the pass over heads reads."""
+        """The configuration of the pass over heads."""
         return LinearConfig(self.chunk_mib * MIB, self.verify, self.grad_in_forward)
 
     def rows_config(self, min_vocab: int) -> RowsConfig:
-        """The part that the pass over rows reads."""
+        """The configuration of the pass over rows."""
         chunk = self.chunk_mib * MIB
         compiled = self.inner == "inductor"
         return RowsConfig(min_vocab, chunk, self.grad_in_forward, self.verify, compiled)
@@ -220,7 +220,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_word(name: str, value: Any, variable: str) -> None:
-    """Of an option that is a switch, among other words or not."""
+    """Checks an option whose value is a switch or one of several words."""
     if name not in known_options() or not isinstance(value, str):
         return
     valid = _valid(name)
@@ -234,7 +234,7 @@ def _check_word(name: str, value: Any, variable: str) -> None:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """The text of an environment variable as the option's type; what does not parse is left for `_checked`."""
+    """The text of an environment variable as the option's type; other text is left for `_checked`."""
     if name not in known_options():
         return text
     readers: dict[Any, Callable[[], Any]] = {
@@ -247,7 +247,7 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def _checked_inductor(name: str, value: Any) -> Any:
-    """The same checks that `torch.compile(options=...)` makes for inductor."""
+    """The same checks as `torch.compile(options=...)` makes for inductor."""
     if name not in inductor_config.get_config_copy():
         names = {each: each for each in known_options()} | _inductor_names()
         raise RuntimeError(
@@ -264,7 +264,7 @@ def _checked_inductor(name: str, value: Any) -> Any:
 
 
 def _identity(value: Any) -> str:
-    """Text of a value that is the same in every process: plain values, and passes by their `uuid`."""
+    """A text equal in every process: plain values, and passes by their `uuid`."""
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
     if isinstance(value, list | tuple):

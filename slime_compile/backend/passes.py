@@ -1,11 +1,11 @@
 """The graphs of each stage go through the passes of `fx_passes.pipeline`, and into the report.
 
-    prepare        Dynamo's graph                    before AOTAutograd: collectives, rows that are read
+    prepare        Dynamo's graph                    before AOTAutograd: collectives, returned logits
     run_fuse       joint graph, or inference graph   before partitioning
     run_end        the same                          after inductor's own passes
-    run_inline     forward or inference graph        after partitioning: few elements are inductor's
+    run_inline     forward or inference graph        after partitioning: small operators become formulas
     keep_saved     backward graph                    before inductor compiles it
-    run_inplace    backward graph                    after partitioning: the same, and who writes over the logits
+    run_inplace    backward graph                    after partitioning: the same, and gradients in place
 
 `runner` guards them. This file holds no rule about losses.
 """
@@ -41,28 +41,27 @@ from slime_compile.torch_private import (
 
 # NOTE [Backward is compiled with the forward]
 # Torch compiles a static backward at its first run, and donates nothing if that run has retain_graph=True. The
-# compile cache does not hold which came first, so a later process would get other code by accident. Compiled with the
-# forward, the code depends on the graph and the configuration alone.
+# compile cache does not record the kind of first run, so a later process would get other code by accident. Compiled
+# with the forward, the code depends on the graph and the configuration alone.
 #
 # NOTE [No donated inputs]
-# What is donated may be overwritten by any kernel, so torch refuses retain_graph=True wherever it has donated
-# something, be it a number per row; it donates nothing to a backward that it compiles at a first run which retains the
-# graph, and ours are compiled before any run. So nothing is donated: the logits, which matter most, are overwritten by
-# an operator that sees when it runs whether the graph is retained, and what else is large is handed over by another
-# (`fx_passes/writable.py`). Not where inductor records CUDA graphs, in which no operator is asked a second time; nor
-# where the gradient of an lm_head was taken in forward: there what is saved is as large as the weight, and backward
-# scales it in place.
+# Any kernel may overwrite a donated input. So with any donated input, even one number per row, torch refuses
+# retain_graph=True. It donates nothing to a backward whose first run retains the graph; but ours is compiled before any
+# run. So nothing is donated. The logits matter most: their operator checks at run time whether the graph is retained,
+# and overwrites them if not. Other large inputs go through another operator (`fx_passes/writable.py`). Exceptions:
+# inductor recording CUDA graphs, which never call an operator again; and a head's gradient computed in forward, because
+# the saved tensors are then as large as the weight, and backward scales them in place.
 BACKWARD_WITH_FORWARD = {"force_non_lazy_backward_lowering": True}
 
 
 def prepare(gm: GraphModule, options: Options, record: Record) -> Returned:
-    """What is done to Dynamo's graph before AOTAutograd differentiates it.
+    """The passes over Dynamo's graph, before AOTAutograd differentiates it.
 
     Returns:
-        Which of its outputs get their gradient from who calls it.
+        The outputs whose gradient the caller provides.
 
     Raises:
-        RuntimeError: it changes deferred logits in a way that no other reader of them would see.
+        RuntimeError: it changes deferred logits, and other readers of them would not see the change.
     """
     check_changes(gm)
     outcome = run("dynamo", gm, _config(options, record), options, record)
@@ -113,7 +112,7 @@ def run_fuse(graph: Graph, options: Options, record: Record) -> None:
 
 
 def _least_vocabulary(graph: Graph, options: Options, record: Record) -> int:
-    """The smallest last dimension that is taken for a vocabulary in this graph."""
+    """The smallest last dimension treated as a vocabulary in this graph."""
     if not options.merge_collectives:
         return options.min_vocab
     try:
@@ -177,7 +176,7 @@ def run_inplace(
 
     Args:
         donated: positions of the placeholders without other references.
-        inline: whether inductor will compile it; in a dry run the operators stand for what it would make of them.
+        inline: whether inductor will compile it; in a dry run the operators stand for its code.
     """
     config = _config(options, record, donated=tuple(donated), inlines=inline)
     gradients = [node for node in _small(graph, config) if node.target is ops.row_grad]
@@ -201,7 +200,7 @@ def _place(graph: Graph, outcome: Outcome, small: list[Placement], record: Recor
 
 
 def _set_places(graph: Graph, record: Record) -> None:
-    """Each gradient that decides at run time counts its calls under a name that the report knows."""
+    """Each gradient with a decision at run time counts its calls under a name known to the report."""
     targets = (ops.row_grad_over, ops.row_loop_over)
     deciding = [number for number, p in enumerate(record.placements) if p.owner]
     nodes = [node for node in graph.nodes if node.target in targets]
@@ -233,15 +232,15 @@ def donated_inputs() -> tuple[int, ...]:
 
 
 def recorded(options: Options) -> bool:
-    """Inductor records CUDA graphs of what it compiles now."""
+    """Whether inductor records CUDA graphs of the code compiled now."""
     return options.inner == "inductor" and bool(inductor_config.triton.cudagraphs)
 
 
 def keep_saved(options: Options, record: Record, graph: Graph | None = None) -> None:
-    """Takes back what torch has donated to the backward graph that is compiled: see NOTE [No donated inputs].
+    """Takes back torch's donations to the backward graph being compiled: see NOTE [No donated inputs].
 
     Args:
-        graph: given to a compiler that may write over what was donated, if the graph says how.
+        graph: given if the compiler may overwrite donated inputs, as told by operators in the graph.
     """
     metadata = _metadata()
     if metadata is None or record.grad_in_forward or recorded(options):

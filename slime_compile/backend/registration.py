@@ -1,11 +1,11 @@
 """Our entry in torch's table of backends; several threads may add it at the same time.
 
 NOTE [First use from several threads]
-`torch.compile(backend="slime_fused")` looks into a table of loaded backends; where it finds none, it loads the entry
-point, and enters what it got, which is an error if the name is there by then. Nothing locks the table. So threads that
-use the backend for the first time together all wait for one import of ours, and all but the first fail with "duplicate
-name" (torch 2.11 to 2.13). The import is the only moment at which our code runs before they go on: it lets the table
-say that our name is not in it, so that entering the same function again is no error.
+`torch.compile(backend="slime_fused")` looks into a table of loaded backends. If the name is missing, torch loads the
+entry point and adds it to the table; a name already there is then an error. Nothing locks the table. So several threads
+using the backend for the first time all wait for one import of ours, and all but the first fail with "duplicate name"
+(torch 2.11 to 2.13). Our code runs before they go on only during this import: it makes the table answer that our name
+is missing, so that adding the same function again is no error.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fx_passes.returned_logits import Returned, Way
 
 _Autocast = dict[str, tuple[bool, torch.dtype]]
-"""By device: whether it was on where the function was called, and its dtype."""
+"""For each device, autocast at the function's call: on or off, and the dtype."""
 
 
 def with_own_gradient(compiled: Callable[..., Any], returned: Returned) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def without_added(outputs: Sequence[Any], returned: Returned) -> tuple[Any, ...]
 
 
 class _Again(torch.autograd.Function):
-    """Logits of the operands, which are there already."""
+    """Logits computed from the operands, with existing values."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,7 @@ class _Again(torch.autograd.Function):
     ) -> Tensor:
         ctx.way, ctx.autocast = way, autocast
         ctx.save_for_backward(*operands)
-        # one of its arguments would be a view that may not be changed in place
+        # otherwise one of its arguments would be a view, and could not be changed in place
         return logits.detach()
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The runner of `fx_passes.pipeline`: it guards, lints, traces and times the passes, and adds up their outcomes.
 
-Entry points: `run`, one stage over a graph; `tell_nothing_fused`; `may_stay_unfused` and `leave_unfused`, for what the
-rest of torch cannot compile. A pass that fails is logged once and left out: its stage begins anew with the graph as it
-was. With strict=True its exception is raised.
+Entry points: `run`, one stage over a graph; `tell_nothing_fused`; `may_stay_unfused` and `leave_unfused`, for graphs
+that the rest of torch cannot compile. A failed pass is logged once and left out: its stage begins anew with the
+original graph. With strict=True its exception is raised.
 """
 
 import functools
@@ -32,9 +32,9 @@ def run(
     record: Record,
     finish: Callable[[Graph, Outcome], None] = lambda graph, outcome: None,
 ) -> Outcome:
-    """Runs a stage's passes over a graph, and `finish` on what they made.
+    """Runs a stage's passes over a graph, and `finish` on the result.
 
-    Where a pass raises, the graph is as it was, and all others run once more.
+    If a pass raises, the graph is restored, and all others run once more.
 
     Args:
         target: the module in the stage "dynamo", whose nested graphs are restored, too.
@@ -61,9 +61,7 @@ def run(
         except Exception as error:
             if isinstance(error, CannotExchange) or running in _NEEDED or not before:
                 raise
-            if (
-                running == _REPORT
-            ):  # the graph stays as the passes have made it, as other ranks have
+            if running == _REPORT:  # the graph stays as rewritten, as on other ranks
                 tell_failure(record, running, error)
                 return outcome
             tell_failure(record, f"the pass {running}", error)
@@ -93,7 +91,7 @@ def tell_failure(record: Record, what: str, error: Exception) -> None:
 
 
 def _graphs_of(target: GraphModule | Graph) -> dict[GraphModule, Graph]:
-    """Copies of all graphs that the passes may edit; of none if no module has the graph."""
+    """Copies of all graphs the passes may edit; of none if no module has the graph."""
     if isinstance(target, Graph):
         module = target.owning_module
         return {} if module is None else {module: copied(target)}
@@ -101,7 +99,7 @@ def _graphs_of(target: GraphModule | Graph) -> dict[GraphModule, Graph]:
 
 
 def _restored(before: dict[GraphModule, Graph], target: GraphModule | Graph) -> GraphModule | Graph:
-    """What the passes are given now: the modules have the graphs as they were."""
+    """The next input of the passes: the modules have their original graphs."""
     for module, graph in before.items():
         module.graph = graph
         before[module] = copied(graph)
@@ -109,9 +107,9 @@ def _restored(before: dict[GraphModule, Graph], target: GraphModule | Graph) -> 
 
 
 def tell_nothing_fused(record: Record) -> None:
-    """Logs, once for each function, that a graph with a vocabulary is as it was, and the first reason.
+    """Logs, once for each function, that a graph with a vocabulary is unchanged, and the first reason.
 
-    Exception: where all rows fit into one chunk there is nothing to save; the report has a note.
+    Exception: if all rows fit into one chunk there is nothing to save; the report has a note.
     """
     graph = record.result()
     unfused = graph.has_vocabulary and not (graph.operators or graph.failed or record.one_chunk)
@@ -136,18 +134,18 @@ def _log_failure(what: str, cause: str, then: str) -> None:
 
 
 # NOTE [Collectives and a second try]
-# A rank that alone compiles unfused what all have fused waits for all-reduces that the others do not send. A pass fails
-# on all ranks or on none, since it asks the graph alone; what compiles the rest may fail on one. So a graph with
+# If one rank alone compiled a graph unfused, it would wait for all-reduces that the others do not send. A pass fails
+# on all ranks or on none, since it depends on the graph alone; the inner compiler may fail on one. So a graph with
 # collectives is not tried again.
 
 
 def may_stay_unfused(options: Options, record: Record) -> bool:
-    """Whether a graph that could not be compiled is compiled again as it was, if it was rewritten."""
+    """Whether a rewritten graph that could not be compiled is compiled again unchanged."""
     return not options.strict and record.operators > 0 and not record.exchanges
 
 
 def leave_unfused(options: Options, record: Record, error: Exception) -> None:
-    """From now on the passes do nothing, and the report says what `options.inner` could not compile."""
+    """From now on the passes do nothing, and the report has the error of `options.inner`."""
     reason, *_ = str(error).splitlines() or [""]
     cause = f"{type(error).__name__}: {reason}"
     record.abandon(f"{options.inner} failed on the fused graph: {cause}")
@@ -155,7 +153,7 @@ def leave_unfused(options: Options, record: Record, error: Exception) -> None:
 
 
 def copied(graph: Graph) -> Graph:
-    """As torch copies it, and with what Dynamo writes on nodes beside their `meta`: where a symbolic size is from."""
+    """Torch's copy, with Dynamo's attributes of nodes outside of their `meta`: the origin of a symbolic size."""
     made = Graph()
     copies: dict[Node, Node] = {}
     output = made.graph_copy(graph, val_map=copies, return_output_node=True)
@@ -179,7 +177,7 @@ def _trace_times(stage: Stage, spent: Mapping[str, float]) -> None:
 
 
 def trace(name: str, graph: Graph) -> None:
-    """The graph as an artifact for tlparse; nothing is printed where TORCH_TRACE is not set."""
+    """The graph as an artifact for tlparse; nothing is printed without TORCH_TRACE."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

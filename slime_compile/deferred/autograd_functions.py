@@ -1,9 +1,9 @@
 """Does an `autograd.Function` run the line computing or reading deferred logits?
 
-Entry points: `run_by_function` where they are made, `within_function` where they are read. Autograd gives a Function's
-result the Function's backward if one of the arguments is a tensor that requires grad, and the result is one. Deferred
-logits are none: in eager code the gradient would be lost, under Dynamo the forward would be differentiated in place of
-the backward.
+Entry points: `run_by_function` for the line computing them, `within_function` for a line reading them. Autograd gives a
+Function's result the Function's backward if an argument is a tensor that requires grad and the result is a tensor.
+Deferred logits are none: in eager code the gradient would be lost, and Dynamo would differentiate the forward instead
+of using the backward.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def _run() -> bool:
 def run_by_function() -> bool:
     """Whether a Function's forward or backward runs the line: a reentrant checkpoint runs a part of a model in both.
 
-    What its forward returns gets its backward if it is a tensor.
+    Its forward's result has its backward if it is a tensor.
     """
     return _run() or _is_below(set(_codes(Function, _BACKWARD)))
 
 
 @torch.compiler.assume_constant_result
 def _traced() -> bool:
-    """Runs while Dynamo traces the call, below Dynamo's own frames, which may be below those of a Function."""
+    """Whether Dynamo is tracing the call: its own frames are above, possibly above those of a Function."""
     from slime_compile.torch_private import AutogradFunctionVariable
 
     return _run() or _is_below({AutogradFunctionVariable.call_apply.__code__})
 
 
 def _codes(function: type[Function], methods: tuple[str, ...]) -> Iterator[CodeType]:
-    """Of every Function there is; `apply`, which calls them, has no frame from torch 2.15 on."""
+    """The code of every Function; `apply`, their caller, has no frame since torch 2.15."""
     for kind in function.__subclasses__():
         for method in (getattr(kind, name) for name in methods):
             if hasattr(method, "__code__"):

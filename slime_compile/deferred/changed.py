@@ -1,7 +1,7 @@
 """In-place changes by a compiled function of tensors computed from deferred logits: refused if they would be lost.
 
 Entry point: `check_changes`, on Dynamo's graph. Each reader of deferred logits computes them again in the graph. A
-change in place of one such tensor (`logits.permute(1, 0, 2).mul_(2)`) is in that tensor alone, where in eager code all
+change in place of one such tensor (`logits.permute(1, 0, 2).mul_(2)`) is in that tensor alone; in eager code all
 readers see it.
 """
 
@@ -21,15 +21,15 @@ __all__ = ["check_changes"]
 _FOLDER = str(Path(__file__).parent)
 _EXPRESSIONS = str(Path(__file__).with_name("expressions.py"))
 _ASKED_FOR = ("tensor", "call")
-"""The methods by which a program asks for the tensor: `logits.tensor()` and `with_tensors`."""
+"""A program's methods for getting the tensor: `logits.tensor()` and `with_tensors`."""
 
 
 def check_changes(gm: GraphModule) -> None:
     """Checks `gm` and the graphs nested in it.
 
     Raises:
-        RuntimeError: a change would be lost. The tensor that a program has asked for may change; then nothing may read
-            the deferred logits afterwards.
+        RuntimeError: a change would be lost. A tensor from `logits.tensor()` may change if nothing reads the deferred
+            logits afterwards.
     """
     for module in gm.modules():
         if isinstance(module, GraphModule):

@@ -1,9 +1,9 @@
 """Megatron-core's head, `ColumnParallelLinear`: a linear map of this rank's vocabulary, between two collectives.
 
-Its `forward` stays as it is; what is put in place of the matmul at its end (`_forward_impl`) is deferred. That matmul
-also sums hidden's gradient over the ranks, or scatters the sum over the sequence: here Megatron's own functions do it,
-before the logits are handed out. The weight's gradient arrives in `weight.grad`, from where Megatron's DDP adds it to
-`main_grad`, as it does without `gradient_accumulation_fusion`.
+Its `forward` stays; the replacement of its final matmul (`_forward_impl`) is deferred. That matmul also sums hidden's
+gradient over the ranks, or scatters the sum over the sequence. Here Megatron's own functions do this before the logits
+are returned. The weight's gradient arrives in `weight.grad`, and Megatron's DDP adds it to `main_grad`, as without
+`gradient_accumulation_fusion`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HOME = "megatron.core.tensor_parallel.layers"
 
 
 def is_column_parallel(module: nn.Module) -> bool:
-    """Whether it computes what Megatron's class computes: not so Transformer Engine's of the same name."""
+    """Whether it computes the same as Megatron's class; Transformer Engine's class of this name does not."""
     for kind in type(module).__mro__:
         if (kind.__module__, kind.__name__) == (_HOME, "ColumnParallelLinear"):
             ours: Any = kind
@@ -30,14 +30,14 @@ def is_column_parallel(module: nn.Module) -> bool:
 
 
 def replaceable(module: Any, grad_output_buffer: Any) -> bool:
-    """Not where the logits are gathered, and not where the weight's gradient is computed later by Megatron."""
+    """False with gathered logits, and if Megatron computes the weight's gradient later."""
     return not module.gather_output and grad_output_buffer is None
 
 
 def gathered(
     hidden: Tensor, allreduce_dgrad: bool, sequence_parallel: bool, group: Any, **rest: Any
 ) -> Tensor:
-    """Hidden of the whole sequence, whose gradient is exchanged as `_forward_impl` would."""
+    """Hidden of the complete sequence, with the gradient exchange of `_forward_impl`."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     if sequence_parallel:
         hidden = mappings.gather_from_sequence_parallel_region(hidden, True, group)
@@ -48,7 +48,7 @@ def gathered(
 
 
 class _Packed(torch.autograd.Function):
-    """The same, with a contiguous gradient: Megatron sums a copy of any other, and hands on what it was given."""
+    """The same values with a contiguous gradient: of any other Megatron sums a copy, and returns the original."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """The value behind deferred logits: a product of hidden states and a weight, and the operations on it since.
 
-Entry points: `Product`, and `Applied`, a method of the tensor that another expression stands for. `tensor()` computes:
-in eager code once, in a function that is being compiled each time, since a value that is kept would leave the graph
-(`fx_passes.equal_heads` makes equal matmuls one).
+Entry points: `Product`, and `Applied`, a tensor method on another expression. `tensor()` computes the value. Eager code
+computes it once. In a function being compiled each call computes it, because a kept value would leave the graph
+(`fx_passes.equal_heads` merges equal matmuls).
 
-An expression never changes. It computes what the program would have had where it was written: with the gradient mode
-and the autocast of that line, and only as long as what it reads has not been overwritten.
+An expression never changes. It computes the value that the program would have had at its line: with that line's
+gradient mode and autocast. If an operand has been overwritten since, it raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Expression: TypeAlias = "Product | Applied"
 
 @dataclass(eq=False)
 class Product:
-    """`F.linear(hidden, weight, bias)` as a line of the model meant it.
+    """`F.linear(hidden, weight, bias)` at a line of the model.
 
     Attributes:
         hidden: [..., D]
@@ -86,7 +86,7 @@ class Product:
         return made
 
     def of_hidden(self, hidden: Tensor) -> Product:
-        """The same of another tensor that holds the same numbers; what has become of the weight meanwhile counts."""
+        """The same product of another tensor with the same numbers; changes of the weight since then still count."""
         made = replace(self, hidden=hidden)
         made.versions = self.versions and (_version(hidden), *self.versions[1:])
         _watch(made)
@@ -116,7 +116,7 @@ class Product:
         """The logits [..., V].
 
         Raises:
-            RuntimeError: what they are made of has been overwritten, or freed, since the head ran.
+            RuntimeError: an operand has been overwritten, or freed, since the head ran.
         """
         if self.kept is not None:
             return self.kept
@@ -147,7 +147,7 @@ class Product:
             return F.linear(*operands)
 
     def _operand(self, each: Tensor) -> Tensor:
-        """As autocast hands it to a matmul."""
+        """The operand of a matmul under autocast."""
         if not self.grad and each.requires_grad:
             each = each.detach()
         return each if self.cast is None or each.dtype == torch.float64 else each.to(self.cast)
@@ -185,9 +185,9 @@ _FREED = (
 
 
 def _reachable(parameter: Tensor) -> Tensor:
-    """A view: DDP looks for unused parameters behind the `grad_fn` of what a model returns, and a leaf has none.
+    """A view: DDP looks for unused parameters behind the `grad_fn` of a model's outputs, and a leaf has none.
 
-    Detached where no gradient goes through it at that line, whatever becomes of the parameter later.
+    Detached if no gradient goes through it at that line, whatever happens to the parameter later.
     """
     used = parameter.requires_grad and torch.is_grad_enabled()
     return parameter.view_as(parameter) if used else parameter.detach()
@@ -199,7 +199,7 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(eq=False)
 class Applied:
-    """`getattr(before, name)(*args, **kwargs)`; with `copies`, of a copy that the method changes."""
+    """`getattr(before, name)(*args, **kwargs)`; with `copies`, on a copy, because the method changes it."""
 
     before: Expression | None
     name: str
@@ -222,7 +222,7 @@ class Applied:
         copies: bool = False,
     ) -> Applied:
         grad = torch.is_grad_enabled()
-        if torch.compiler.is_compiling():  # where no version tells that it has changed
+        if torch.compiler.is_compiling():  # no version counter shows a change
             kwargs = {key: _as_now(each) for key, each in kwargs.items()}
             return cls(before, name, tuple(_as_now(each) for each in args), kwargs, copies, grad)
         made = cls(before, name, args, dict(kwargs), copies, grad)
@@ -251,7 +251,7 @@ class Applied:
         return [each for each in every if isinstance(each, Product | Applied)]
 
     def tensor(self) -> Tensor:
-        """What the method returns; see `Product.tensor`."""
+        """The method's result; see `Product.tensor`."""
         if self.kept is not None:
             return self.kept
         if self.expired:
@@ -278,7 +278,7 @@ class Applied:
         return self.on_meta(self.before.empty())
 
     def on_meta(self, before: Tensor) -> Tensor:
-        """What the method makes of the meta tensor `before`: shape, strides, whether it is a view of it."""
+        """The method's result on the meta tensor `before`: shape, strides, whether it is a view of it."""
         args = [_as_meta(each) for each in self.args]
         kwargs = {key: _as_meta(each) for key, each in self.kwargs.items()}
         return changed_copy(before, self.name, args, kwargs, self.copies)
@@ -303,7 +303,7 @@ class Applied:
 
 
 def is_read(expression: Expression | None) -> bool:
-    """Whether a compiled function has computed, with gradients, what eager code has no value of."""
+    """Whether a compiled function has computed it with gradients, and eager code has no value of it."""
     if expression is None or expression.kept is not None:
         return False
     if isinstance(expression, Applied):
@@ -321,7 +321,7 @@ def is_sharded(expression: Expression) -> bool:
 
 
 def packed_transpose(expression: Expression) -> Product | None:
-    """What `contiguous()` makes of a product [s, b, V] that was transposed to [b, s, V] (Megatron's), if it is one."""
+    """The result of `contiguous()` on a product [s, b, V] transposed to [b, s, V] (Megatron's), if it is one."""
     if not isinstance(expression, Applied) or expression.name != "transpose" or expression.kwargs:
         return None
     product, rank = expression.before, len(expression.args) and expression.empty().dim()
@@ -334,7 +334,7 @@ def packed_transpose(expression: Expression) -> Product | None:
 def changed_copy(
     tensor: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copies: bool
 ) -> Tensor:
-    """What a method returns, or a copy of `tensor` that it has changed."""
+    """A method's result, or a copy of `tensor` changed by it."""
     if not copies:
         made: Tensor = getattr(tensor, name)(*args, **kwargs)
         return made
@@ -358,7 +358,7 @@ def _as_meta(each: Any) -> Any:
 
 
 def _in_mode(compute: Callable[[], Tensor], grad: bool) -> Tensor:
-    """With the gradient mode of the line that was deferred."""
+    """In the gradient mode of the deferred line."""
     if grad == torch.is_grad_enabled():
         return compute()
     with torch.set_grad_enabled(grad):
@@ -366,10 +366,10 @@ def _in_mode(compute: Callable[[], Tensor], grad: bool) -> Tensor:
 
 
 def _once(compute: Callable[[], Tensor], grad: bool) -> Tensor:
-    """In the gradient mode of the line that was deferred, and with its own saved tensors.
+    """In the gradient mode of the deferred line, and with its own saved tensors.
 
-    Where the reader is inside a checkpoint, what is kept must not be part of it: it is computed only once. Nor is it a
-    tensor of inference mode, which autograd would refuse afterwards.
+    With a reader inside a checkpoint, the kept value must not be part of the checkpoint: it is computed only once. Nor
+    is it a tensor of inference mode, because autograd would refuse it afterwards.
     """
     with ExitStack() as stack:
         stack.enter_context(_computing())
@@ -406,17 +406,16 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 # NOTE [What an optimizer changes]
-# In eager code an expression compares the versions of what it reads. A compiled function cannot: Dynamo has no guard on
-# a tensor's version. It guards on `expired`, which is set here after every step of an optimizer: where a version is
-# another one, and where the optimizer was given a gradient of what is read (it may write `p.data`, which has no
-# version).
+# In eager code an expression compares the versions of its operands. A compiled function cannot: Dynamo has no guard on
+# a tensor's version. It guards on `expired`, set here after every step of an optimizer: if a version has changed, or if
+# the optimizer had a gradient of an operand (it may write `p.data`, which has no version).
 
 _alive: weakref.WeakSet[Expression] = weakref.WeakSet()
 _watching = False
 
 
 def _watch(made: Expression) -> None:
-    """Not one that a compiled function made: it has no versions to compare."""
+    """Not for an expression made by a compiled function: it has no versions to compare."""
     global _watching
     if not made.versions:
         return

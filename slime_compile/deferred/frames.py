@@ -1,10 +1,10 @@
-"""Functions Dynamo traces as a part of the user's function, and never by themselves.
+"""Functions Dynamo traces as a part of the user's function, and never alone.
 
 Entry point: `only_inlined`.
 
 NOTE [Frames of ours]
-Where Dynamo breaks a graph, it calls the user's next function in eager code, and compiles each Python frame below it by
-itself. A method of deferred logits would then take itself for a part of the user's graph, and keep no value.
+At a graph break Dynamo calls the user's next function in eager code, and compiles each Python frame below it alone.
+A method of deferred logits would then seem to be a part of the user's graph, and keep no value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["only_inlined"]
 
 
 def only_inlined(*modules: ModuleType) -> None:
-    """All functions and methods that are written in these modules."""
+    """All functions and methods defined in these modules."""
     files = {module.__file__ for module in modules}
     for module in modules:
         for code in _codes(module):

@@ -74,7 +74,7 @@ def defer_logits(
 
 @torch.compiler.assume_constant_result
 def _is_exporting() -> bool:
-    """What Dynamo traces; torch 2.11's takes `is_exporting` to be true in all that it traces."""
+    """Whether Dynamo exports; in torch 2.11 `is_exporting` is true in all traced code."""
     return torch.compiler.is_exporting()
 
 
@@ -109,7 +109,7 @@ class DeferHandle:
         return self._made(input, module.weight, module.bias)
 
     def _of_own_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, whose linear maps to the vocabulary are deferred; see `own_forward`."""
+        """The module's forward, with deferred linear maps to the vocabulary; see `own_forward`."""
         module: Any = self.module
         width = own_forward.width_of(module)
         hooked = any(each._backward_hooks or each._backward_pre_hooks for each in module.modules())

@@ -1,6 +1,6 @@
 """Finds the head of a model, and checks the requirements for deferring it.
 
-Entry points: `head_of`, and `method_of`, which of its methods that is. The module computes
+Entry points: `head_of`, and `method_of`, the method to replace. The module computes
 `F.linear(hidden, weight, bias)` and nothing else, or has a forward of its own with such maps in it (`own_forward.py`).
 """
 
@@ -72,7 +72,7 @@ def _found(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what DDP, torch.compile and PEFT wrap."""
+    """The model, and the models inside the wrappers of DDP, torch.compile and PEFT."""
     seen: set[int] = set()
     waiting = [model]
     while waiting:
@@ -94,7 +94,7 @@ def _candidates(model: nn.Module) -> str:
 
 
 def method_of(head: nn.Module) -> str:
-    """The method that makes the logits."""
+    """The method that computes the logits."""
     return column_parallel.METHOD if column_parallel.is_column_parallel(head) else "forward"
 
 

@@ -1,11 +1,11 @@
 """`DeferredLogits`: in eager code as good as the tensor, in a compiled function a matmul of its graph.
 
-It is a plain object with `__torch_function__`, no tensor: Dynamo traces its methods as it traces any Python. What
-models and trainers do between head and loss (rows, casts, temperatures, a softcap) stays deferred: `STAYS`. Anything
-else computes the tensor, once, and goes on with that. In-place work is seen by who reads the same object; another view
-of the logits that was made before is an error when it is read, since nothing may be wrong in silence.
+It is a plain object with `__torch_function__`, no tensor: Dynamo traces its methods like any Python. Operations of
+models and trainers between head and loss (rows, casts, temperatures, a softcap) stay deferred: `STAYS`. Any other
+operation computes the tensor, once, and continues with it. Readers of the same object see in-place work; reading an
+older view of the logits then is an error, because nothing may be silently wrong.
 
-What cannot be: `isinstance(logits, torch.Tensor)` is False. Whatever insists on it gets `logits.tensor()`.
+Not possible: `isinstance(logits, torch.Tensor)` is False. Code that insists on a tensor gets `logits.tensor()`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from slime_compile.deferred.methods import (
 
 __all__ = ["DeferredLogits", "with_tensors"]
 
-skip_folder(str(Path(__file__).parent))  # a report names the line that reads logits
+skip_folder(str(Path(__file__).parent))  # a report names the line reading the logits
 
 
 class _Memory:
@@ -106,7 +106,7 @@ class DeferredLogits:
     # ---- what stays deferred
 
     def _apply(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A method that leaves the logits as they are."""
+        """A method without effect on the logits themselves."""
         self._check_fresh()
         if name != "__getitem__":
             args = tuple(tuple(each) if isinstance(each, list) else each for each in args)
@@ -130,17 +130,17 @@ class DeferredLogits:
         return made
 
     def _packed(self) -> Product | None:
-        """Rows that were put in another order, as a product of their own: a head's matmul may make it in chunks."""
+        """Rows in another order, as a product of their own: a head's matmul may compute it in chunks."""
         if torch.compiler.is_compiling() or self._like.is_contiguous():
             return None
         return packed_transpose(self.expression)
 
     def _change(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A method that changes the logits in place."""
+        """A method changing the logits in place."""
         self._check_fresh()
         given = (_tensors(args), _tensors(dict(kwargs)))
         compiling = torch.compiler.is_compiling()
-        partly = _has_values(self.expression)  # this may be a view of what eager code has
+        partly = _has_values(self.expression)  # this may be a view of a value in eager code
         if self.expression.kept is not None or (not compiling and (partly or name not in IN_PLACE)):
             getattr(self.tensor(), name)(*given[0], **given[1])
             return self
@@ -220,7 +220,7 @@ class DeferredLogits:
         return getattr(self.tensor(), name)
 
     def _of_shards(self, name: str) -> Any:
-        """What a DTensor has beyond a tensor."""
+        """A DTensor's attributes beyond a tensor's."""
         product = self.expression
         if not is_sharded(product):
             raise AttributeError(f"'DeferredLogits' object has no attribute '{name}'")
@@ -235,7 +235,7 @@ class DeferredLogits:
     def _redistributed(
         self, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> Any:
-        """`ColwiseParallel` asks for Shard(-1), which they have."""
+        """`ColwiseParallel` asks for Shard(-1), their own placement."""
         same = device_mesh in (None, self.device_mesh) and not options.keys() - {"async_op"}
         if same and sharded.are_same(placements, self.placements, self.dim()):
             return self
@@ -302,7 +302,7 @@ def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 def _check_unread(logits: DeferredLogits, what: str) -> None:
     if is_read(logits.expression):
         raise RuntimeError(
-            f"{what} must be told of deferred logits before a compiled function reads them, because that function has its own matmul. "
+            f"{what} must see deferred logits before a compiled function reads them, because that function computes them itself. "
             "Call it before the loss, or give the loss logits.tensor()"
         )
 
@@ -324,13 +324,13 @@ def _called(logits: DeferredLogits, name: str, *args: Any, **kwargs: Any) -> Any
 
 
 def _replays(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the method may be called later: on what it was given, and with a result whose shape is known."""
+    """Whether the method may be called later: on the same arguments, and with a result of known shape."""
     given = [part for each in (*args, *kwargs.values()) for part in _parts(each)]
     return all(_replays_with(name, each) for each in given)
 
 
 def _replays_with(name: str, given: Any) -> bool:
-    """Not with what may be another value later and does not tell: lists, numpy's arrays, slices of tensors."""
+    """False for arguments that may change later without notice: lists, numpy's arrays, slices of tensors."""
     if isinstance(given, Tensor):
         if name != "__getitem__":
             return name in ("div", "mul")
@@ -374,7 +374,7 @@ def _tensors(value: Any) -> Any:
 
 
 def _has_values(expression: Expression | None) -> bool:
-    """Whether eager code has computed some of what `expression` is made of: it may be a view of that."""
+    """Whether eager code has computed a part of `expression`: it may be a view of that."""
     if expression is None or expression.kept is not None:
         return expression is not None
     return isinstance(expression, Applied) and any(map(_has_values, expression.operands()))

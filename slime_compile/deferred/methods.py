@@ -1,6 +1,6 @@
 """Methods of a tensor by their effect: logits stay deferred, change, or are described without computing them.
 
-An operator more that stays deferred is a name in `STAYS`; it must be the same on the meta device but for its numbers.
+Another deferred operator is a name in `STAYS`; on the meta device it must do the same except for the numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @torch.compiler.assume_constant_result
 def _is_change(func: Any) -> bool:
-    """Of an operator in any overload that has no `out`."""
+    """Whether it is any overload of such an operator, without `out`."""
     if isinstance(func, torch._ops.OpOverload):
         return bool(func._schema.is_mutable)
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -89,6 +89,6 @@ def _is_change(func: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def _place_of_flag(func: Any) -> int:
-    """That of the parameter `inplace` of a function in Python; -1 where it has none."""
+    """The position of the parameter `inplace` of a function in Python; -1 without one."""
     names = [*inspect.signature(func).parameters] if inspect.isfunction(func) else []
     return names.index("inplace") if "inplace" in names else -1

@@ -31,7 +31,7 @@ _MATMULS: set[Any] = {
 
 
 def width_of(head: nn.Module) -> int | None:
-    """The columns of its logits: what the module says, or its widest linear map."""
+    """The columns of its logits: the module's own number, or its widest linear map."""
     said = getattr(head, "out_features", None)
     if isinstance(said, int):
         return said
@@ -43,7 +43,7 @@ class Deferring(TorchFunctionMode):
     """Around a head's forward, in eager code.
 
     Args:
-        width: of the linear maps whose results are deferred.
+        width: of the deferred linear maps' results.
         made: defers one.
     """
 

@@ -24,8 +24,8 @@ class Places:
     """Counts them, for one head.
 
     Attributes:
-        counts: how often at each `file:line`.
-        deferred: how often the head handed out logits without making them.
+        counts: calls at each `file:line`.
+        deferred: calls in which the head returned lazy logits.
     """
 
     def __init__(self, head: str) -> None:
@@ -34,19 +34,19 @@ class Places:
         self.deferred = 0
 
     def add(self) -> None:
-        """The innermost line that is neither torch's nor ours computes logits now."""
+        """Counts a computation of the logits at the innermost line outside of torch and of this package."""
         place = _line()
         self.counts[place] += 1
         if self.counts[place] == 1 and torch.is_grad_enabled():
             _log.warning(
-                "deferred logits of %s are computed whole at %s: not in a function under torch.compile",
+                "deferred logits of %s are computed in full at %s, outside torch.compile",
                 self.head,
                 place,
             )
 
     def __str__(self) -> str:
         lines = [
-            f"logits of {self.head}: handed out {self.deferred} times by eager code without being made "
+            f"logits of {self.head}: returned {self.deferred} times in eager code without being computed "
             "(calls within compiled code are not counted)"
         ]
         for place, count in self.counts.most_common():

@@ -1,10 +1,10 @@
 """Deferred logits as a node of torch's pytrees, once this file is imported.
 
-FSDP and DDP look for tensors in what a module returns.
+FSDP and DDP look for tensors in a module's outputs.
 
-The leaves are the hidden states of each product, to which they tie their hooks. A replaced leaf is taken for hidden if
-it holds the same numbers, also in another dtype or without gradient: then the same was meant of the logits. All else
-(twice the leaf is not twice the logits, where there is a bias) is an error.
+The leaves are the hidden states of each product, for the hooks of FSDP and DDP. A replaced leaf becomes the new hidden
+if it has the same numbers, also in another dtype or without gradient: the same was meant for the logits. Any other
+replacement (twice the leaf is not twice the logits if there is a bias) is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _unflatten(leaves: Any, logits: DeferredLogits) -> Any:
     old = _products(logits.expression)
     if all(leaf is each.hidden for leaf, each in zip(leaves, old, strict=True)):
         return logits
-    if leaves[0] is None:  # of a function that is called for what it does
+    if leaves[0] is None:  # of a function called for its effect
         return None
     made = {id(each): _of_leaf(leaf, each) for leaf, each in zip(leaves, old, strict=True)}
     expression = _replaced(logits.expression, made)
@@ -70,7 +70,7 @@ def _products(expression: Expression) -> list[Product]:
 
 
 def _replaced(expression: Any, made: dict[int, Product]) -> Any:
-    """With other products; arguments that are no expressions stay."""
+    """With other products; arguments other than expressions stay."""
     if isinstance(expression, Product):
         return made[id(expression)]
     if not isinstance(expression, Applied):

@@ -1,8 +1,8 @@
 """A head whose weight is a DTensor: this rank's columns, by torch's own tensor parallelism.
 
-Entry points: `is_sharded_head`, whether its product is deferred, and `FACTS`, what `ColwiseParallel` asks of a result.
-Deferred are products without a collective: hidden states that all ranks have, times a weight of which each rank has
-some columns or all. Hidden's gradient is exchanged where autograd reaches hidden, as by the tensor.
+Entry points: `is_sharded_head`, whether its product is deferred, and `FACTS`, `ColwiseParallel`'s questions to a
+result. Deferred are products without a collective: replicated hidden states times a weight sharded by columns or
+replicated. Hidden's gradient is exchanged when autograd reaches hidden, as with the tensor.
 """
 
 from __future__ import annotations

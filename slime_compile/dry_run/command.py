@@ -49,7 +49,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Refused(SystemExit):
-    """What was given is not what must hold; the exit status is 2."""
+    """Wrong input; the exit status is 2."""
 
     def __init__(self, message: str):
         super().__init__(2)
@@ -170,7 +170,7 @@ def _callables(module: Any) -> list[str]:
 
 
 def _own_inputs(module: Any) -> Inputs:
-    """What the file says: a tuple of arguments, or a pair of that and of keyword arguments."""
+    """The file's own inputs: a tuple of arguments, or a pair of that and of keyword arguments."""
     if not hasattr(module, "example_inputs"):
         raise Refused(
             "the inputs must be given: define example_inputs() in the file, returning a tuple of arguments, "

@@ -1,14 +1,14 @@
 """The peak memory of a loss at any size, without that memory and without a GPU.
 
-Entry point: `estimate_peak(fn, *args, kwargs=...)`. The function is compiled as the backend would with
-`inner="aot_eager"`, over fake tensors: its forward and backward graphs run operator by operator, every value lives
-until its last use, and torch's `MemTracker` adds up the storages that are alive. Nothing is computed.
+Entry point: `estimate_peak(fn, *args, kwargs=...)`. The function is compiled as with `inner="aot_eager"`, over fake
+tensors: its forward and backward graphs run operator by operator, every value lives until its last use, and torch's
+`MemTracker` adds up the live storages. Nothing is computed.
 
 Non-leaf logits count as referenced by the call alone, as `consume_logits="auto"` finds them in a training step.
-Counted too: the chunk of logits that an operator over chunks holds while it runs. Not counted: what the row operators
-take for themselves (on the CPU without a compiler buffers for a chunk of rows, a few MiB a thread), and what the
-allocator rounds up to. Where element-wise values of the vocabulary's size are left to inductor, the estimate is an
-upper bound: inductor keeps fewer of them than their graph has.
+Counted too: the current chunk of logits in an operator over chunks. Not counted: the row operators' own buffers (on the
+CPU without a compiler chunks of rows, a few MiB a thread), and the allocator's rounding. If inductor computes
+vocabulary-sized element-wise values, the estimate is an upper bound: inductor stores fewer of them than their graph
+has.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def _estimated(fn: Callable[..., Any], kept: Untouched, given: Any, chosen: Opti
 
 
 class _Captured:
-    """The tensors of the user's that graphs read and that are no arguments, as fakes, one per storage."""
+    """The user's tensors read by graphs and not among the arguments, as fakes, one per storage."""
 
     def __init__(self, kept: Untouched) -> None:
         self._kept = kept
@@ -150,7 +150,7 @@ class _Captured:
         self.known: set[int] = set()
 
     def add(self, inputs: Sequence[Any], fakes: Sequence[Any]) -> list[Tensor]:
-        """Those among a graph's inputs that are new. Arguments are fake, and what graphs hand on is no leaf."""
+        """The new ones among a graph's inputs. Arguments are fake already, and values between graphs are no leaves."""
         pairs = zip(inputs, fakes, strict=True)
         users = [fake for value, fake in pairs if self._is_users(value, fake)]
         self.edges += [get_gradient_edge(t) for t in users if t.requires_grad and not t.is_leaf]
@@ -174,7 +174,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
-    """Where backward starts from; to find nothing would skip it without a word."""
+    """The tensors backward starts from. None is an error, because backward would be skipped silently."""
     found = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
     if not found and any(t.requires_grad for t in held):
         raise RuntimeError(
@@ -186,7 +186,7 @@ def _roots(outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(roots: Sequence[Tensor], given: list[GradientEdge]) -> Sequence[Tensor | None]:
-    """Of what was given, and of every other leaf that the roots were made from."""
+    """The gradients of the given edges, and of every other leaf below the roots."""
     wanted = [*given, *map(get_gradient_edge, _leaves(roots, given))]
     if not roots or not wanted:
         return ()
@@ -197,7 +197,7 @@ def _gradients(roots: Sequence[Tensor], given: list[GradientEdge]) -> Sequence[T
 
 
 def _leaves(roots: Sequence[Tensor], given: Sequence[GradientEdge]) -> list[Tensor]:
-    """The leaves that `roots` were made from, not looking behind what was given."""
+    """The leaves below `roots`, not looking behind the given edges."""
     waiting: list[Any] = [get_gradient_edge(root).node for root in roots]
     seen = {None, *(edge.node for edge in given)}
     found = []
@@ -206,7 +206,7 @@ def _leaves(roots: Sequence[Tensor], given: Sequence[GradientEdge]) -> list[Tens
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # where a gradient is accumulated
+        if hasattr(node, "variable"):  # a node accumulating a gradient
             found.append(node.variable)
         waiting += [below for below, _ in node.next_functions]
     return found
@@ -218,6 +218,6 @@ def _parameters(fn: Callable[..., Any]) -> list[Tensor]:
 
 
 def _total(tracker: MemTracker, kind: str) -> int:
-    """Of the device that holds most."""
+    """On the device with the most."""
     snapshot = tracker.get_tracker_snapshot(kind)
     return max((int(parts["Total"]) for parts in snapshot.values()), default=0)

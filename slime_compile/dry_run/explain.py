@@ -1,9 +1,9 @@
-"""A dry run: what the backend would do to a function, without code generation and without computing anything.
+"""A dry run: the effect of the backend on a function, without code generation and without computing anything.
 
 Entry point: `explain(fn, **options)(*args, **kwargs)`. Dynamo traces the function, AOTAutograd makes the joint
 graph, our passes rewrite it; tensors are fake, so sizes may be those of production. Python code between graphs does
-run, on fake tensors: where it asks for a value (`.item()`, `print(loss)`), the dry run ends and says so. What it
-changes is put back: `dry_run/untouched.py`.
+run, on fake tensors: if it needs a value (`.item()`, `print(loss)`), the dry run ends and says so. Its changes are
+undone: `dry_run/untouched.py`.
 
 Torch's caches are not used, and the function's own compiled code stays as it is: a copy of its code object is traced.
 """
@@ -83,9 +83,9 @@ class DryRun:
         )
 
     def slime_fused(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles as `inner="aot_eager"` does, for the report alone; what runs is Dynamo's graph, on fake tensors.
+        """Compiles as `inner="aot_eager"` does, for the report alone; Dynamo's graph itself runs, on fake tensors.
 
-        Dynamo's messages have the backend's name from this one.
+        Dynamo's messages take the backend's name from this function.
         """
         self.breaks += filter(None, [graph_break(gm)])
         record = new_record(gm, example_inputs, self.options)

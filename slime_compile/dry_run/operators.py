@@ -1,7 +1,7 @@
 """The ATen operators of a function in front of the fusing pass: count, user lines, and a rule or none.
 
-Entry point: `operators`. Many operators that a user writes are decomposed before: what arrives is what a rule has to
-know (docs/design.md).
+Entry point: `operators`. Many operators in user code are decomposed before: rules see the remaining ones
+(docs/design.md).
 """
 
 import collections

@@ -22,14 +22,14 @@ def check_callable(fn: object, use: str) -> None:
 
 @contextlib.contextmanager
 def without_grad_warnings() -> Iterator[None]:
-    """Torch looks at `.grad` of every tensor that it fakes, leaf or not."""
+    """Torch reads `.grad` of every tensor before faking it, leaf or not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield
 
 
 def with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` over a copy of its code object, to which Dynamo ties what it compiles."""
+    """`fn` over a copy of its code object: Dynamo ties compiled code to the code object."""
     plain = innermost_fn(fn)
     if isinstance(plain, torch.nn.Module):
         plain = plain.forward

@@ -1,8 +1,8 @@
 """Everything Python code can assign to, found by a walk from the user's function, and its restoration.
 
-Entry point: `Reached`. The walk goes through dicts, lists, sets, closures, instances and their classes, and through the
-globals that the code of a function names, from there to those functions, and so on. Not looked into: functions,
-classes and modules of torch, of this package and of the standard library; what C extensions hold.
+Entry point: `Reached`. The walk goes through dicts, lists, sets, closures, instances and their classes, through the
+globals named by a function's code, from there to those functions, and so on. Not searched: functions, classes and
+modules of torch, of this package and of the standard library; objects inside C extensions.
 """
 
 import collections
@@ -44,7 +44,7 @@ Replace = Callable[[Any], Any]
 
 
 class Reached:
-    """What is found from `roots`, and how it was."""
+    """The objects found from `roots`, and their state."""
 
     def __init__(self, roots: Any):
         self._waiting: list[Any] = [roots]
@@ -52,11 +52,11 @@ class Reached:
         self._undo: list[Callable[[], object]] = []
 
     def look(self, tensor: Callable[[Tensor], None], replace: Replace) -> None:
-        """Notes how all is.
+        """Records the state.
 
         Args:
-            tensor: is told of each tensor.
-            replace: what stands for a value in containers, closures and instances until `restore`.
+            tensor: called with each tensor.
+            replace: the substitute of a value in containers, closures and instances until `restore`.
         """
         self._replace = replace
         while self._waiting:
@@ -73,7 +73,7 @@ class Reached:
         while self._undo:
             with contextlib.suppress(
                 AttributeError, TypeError
-            ):  # what cannot be assigned to has not been
+            ):  # an attribute that cannot be assigned to has not changed
                 self._undo.pop()()
 
     # ---- one value ------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Reached:
         self._waiting += [*vars(kind).values(), *kind.__bases__]
 
 
-# ---- what to look into --------------------------------------------------------------------------------------------
+# ---- the search ---------------------------------------------------------------------------------------------------
 
 
 def _is_librarys(file: str) -> bool:
@@ -169,7 +169,7 @@ def _is_named_ours(module: str) -> bool:
 
 
 def _is_looked_into(kind: type) -> bool:
-    """Instances of the user's classes, and of those that torch has for users (modules, optimizers)."""
+    """Instances of the user's classes, and of torch's classes for users (modules, optimizers)."""
     home = kind.__module__
     if kind is types.SimpleNamespace or issubclass(kind, Tensor):
         return True
@@ -193,7 +193,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _names_of(code: CodeType) -> list[str]:
-    """All names that a function and those defined in it use: globals, and attributes of modules among them."""
+    """All names used by a function and by functions defined in it: globals, and attributes of modules among them."""
     found = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -201,11 +201,11 @@ def _names_of(code: CodeType) -> list[str]:
     return list(found)
 
 
-# ---- what was there -----------------------------------------------------------------------------------------------
+# ---- the recorded state -------------------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
-    """The type of Python's own that a container is: its methods run nothing of the user's."""
+    """The built-in type of a container: its methods run no code of the user's."""
     kinds = (collections.OrderedDict, *_CONTAINERS)
     return next(kind for kind in kinds if isinstance(value, kind))
 

@@ -1,7 +1,7 @@
 """The scratch memory of the operators, made visible to a memory tracker.
 
-Entry point: `Scratch`. On fake tensors an operator makes its results and nothing else. Under this mode the buffers that
-the kernels over chunks of logits would have are alive beside them, and a gradient is the logits where it may be.
+Entry point: `Scratch`. On fake tensors an operator allocates its results only. Under this mode it also allocates the
+buffers of its kernels over chunks of logits, and a gradient overwrites the logits if it may.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def _over(x: Tensor, *arguments: Any) -> bool:
 
 
 def _looped(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The loop itself, step by step on fake tensors: inductor, which fuses steps, takes no more."""
+    """The loop itself, step by step on fake tensors: inductor fuses steps and takes no more memory."""
     if func is row_loop:
         rows, whole, sizes, program, _, limit, _ = args
         return run_loop(rows, whole, sizes, program, False, limit, None)

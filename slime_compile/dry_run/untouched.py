@@ -4,9 +4,9 @@ Entry point: `untouched`, around the call of the user's function.
 
 NOTE [How a dry run changes nothing]
 No operator gets a real tensor to write to. Dry runs replace the inputs of each graph by fake tensors (`fake`), and a
-dispatch mode (`nothing_real`) does the same for the code that Python runs between graphs; a real tensor has the same
-fake one each time. What autograd notes on a real tensor around an operator (its version, its history, `.grad`) is put
-back at the end. So is what Python code has assigned, see `dry_run/reach.py`.
+dispatch mode (`nothing_real`) does the same for Python code between graphs; a real tensor always has the same
+fake one. Autograd's notes on a real tensor around an operator (its version, its history, `.grad`) are restored at the
+end. So are assignments by Python code, see `dry_run/reach.py`.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Untouched:
         self._reached = Reached(reached)
 
     def look(self) -> None:
-        """Notes how all is that can be reached; tensors on "meta" are replaced there, see `_on`."""
+        """Records the state of all reachable objects; tensors on "meta" are replaced there, see `_on`."""
         self._reached.look(self._see, lambda value: self._fake(value) if _is_meta(value) else value)
 
     def restore(self) -> None:
@@ -62,7 +62,7 @@ class Untouched:
 
     @contextlib.contextmanager
     def nothing_real(self) -> Iterator[None]:
-        """No operator that is called from here on sees a real tensor."""
+        """From here on no operator sees a real tensor."""
         with self.mode, _NothingReal(self):
             yield
 
@@ -81,7 +81,7 @@ class Untouched:
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def is_moved(self, tensor: Tensor) -> bool:
-        """It stands for a tensor on "meta"."""
+        """Whether it stands for a tensor on "meta"."""
         return any(tensor is fake for _, fake in self._moved.values())
 
     def _see(self, tensor: Tensor) -> None:
@@ -90,7 +90,7 @@ class Untouched:
 
 
 class _NothingReal(TorchDispatchMode):
-    """On top of a fake mode, which computes for real where all tensors of a call are real."""
+    """On top of a fake mode. A fake mode alone computes for real if all tensors of a call are real."""
 
     def __init__(self, kept: Untouched):
         super().__init__()
@@ -145,14 +145,14 @@ def _is_meta(value: object) -> bool:
 
 
 def _device_of(values: Any) -> torch.device:
-    """The first that is not "meta"."""
+    """The first one other than "meta"."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     others = (each.device for each in tensors if each.device.type != "meta")
     return next(others, torch.device("cpu"))
 
 
 def _on(device: torch.device, mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake tensor like one on "meta", where torch has no derivative of some operators (of cross entropy's)."""
+    """A fake tensor like one on "meta": on "meta" torch lacks the derivative of some operators (of cross entropy's)."""
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, torch.nn.Parameter):

@@ -1,9 +1,9 @@
 """Dynamo's frames: graph breaks, and frames running in Python.
 
 Entry points: `process_frames` and `breaks_without_graph` (this process so far), `Watch` (during one call),
-`graph_break` and `breaks_before` (one graph), `function_of`. A frame that Dynamo gives up has no graph, no graph break
-and only a log line; what remains is torch's own record per compiled frame, the last 64 of them. Frames of torch's own
-files (a hook of FSDP's) are no loss.
+`graph_break` and `breaks_before` (one graph), `function_of`. A frame abandoned by Dynamo has no graph, no graph break
+and only a log line; torch's own record per compiled frame still has it, for the last 64 frames. Frames of torch's own
+files (a hook of FSDP's) do not count.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from slime_compile.torch_private import CompileContext, dynamo_utils
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A place where Dynamo stopped tracing: a graph break, or a whole frame left to Python."""
+    """A place where Dynamo stopped tracing: a graph break, or a complete frame running in Python."""
 
     name: str
     source: str
@@ -29,7 +29,7 @@ class Frame:
 
     @classmethod
     def found(cls, name: str, source: str, reason: str) -> "Frame":
-        """With the remedy where there is one."""
+        """With its remedy, if there is one."""
         return cls(name, source, "; ".join(filter(None, (reason, remedy(f"{reason} {source}")))))
 
 
@@ -51,7 +51,7 @@ _restarts_of: dict[str, dict[tuple[float, float], tuple[Frame, ...]]] = {}
 
 
 def harvest() -> None:
-    """Keeps what torch's records say, before it drops them."""
+    """Copies torch's records, before torch drops them."""
     metrics = dynamo_utils.get_compilation_metrics()
     _seen.update(dict.fromkeys(_left_to_python(metrics)))
     for each in metrics:
@@ -65,9 +65,9 @@ def harvest() -> None:
 
 
 def process_frames() -> list[tuple[Frame, float]]:
-    """Frames that this process left to Python, whatever backend they were meant for, and when (`time.time()`).
+    """Frames of this process running in Python, for any backend, and the time (`time.time()`).
 
-    One that is left again, after `torch._dynamo.reset`, is there again.
+    A frame abandoned again after `torch._dynamo.reset` is listed again.
     """
     harvest()
     return list(_seen)
@@ -82,13 +82,13 @@ def breaks_without_graph() -> dict[Frame, tuple[float, str]]:
 
 
 def compile_id() -> str:
-    """The compilation that this thread is in, as torch's records name it, or ""."""
+    """The current compilation of this thread, by its name in torch's records, or ""."""
     found = CompileContext.current_compile_id()
     return "" if found is None else str(found)
 
 
 def graph_break(gm: GraphModule) -> Frame | None:
-    """Why a graph of Dynamo's ends where it does, unless its function does."""
+    """The graph break at the end of a graph of Dynamo's; None at the end of its function."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -101,7 +101,7 @@ def graph_break(gm: GraphModule) -> Frame | None:
 
 
 def breaks_before(compilation: str, during: float, at_end: Frame | None) -> tuple[Frame, ...]:
-    """The graph breaks of the compilation that ran at a time (`time.time()`): that of its graph, and its restarts."""
+    """The graph breaks of the compilation running at a time (`time.time()`): that of its graph, and its restarts."""
     found = (
         restarts
         for (began, ended), restarts in list(_restarts_of.get(compilation, {}).items())
@@ -111,7 +111,7 @@ def breaks_before(compilation: str, during: float, at_end: Frame | None) -> tupl
 
 
 def with_restarts(breaks: Sequence[Frame], restarts: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Graph breaks after which a graph ended, with their line, and those that Dynamo only started anew for."""
+    """Graph breaks at the end of a graph, with their line, and those for which Dynamo only started anew."""
     told = {(f.name, f.reason) for f in breaks}
     return tuple(dict.fromkeys([*breaks, *(f for f in restarts if (f.name, f.reason) not in told)]))
 
@@ -139,7 +139,7 @@ class Watch:
 
 
 def function_of(frame: str) -> str:
-    """The user's function, where Dynamo named the frame after what is left of it after a graph break.
+    """The user's function, if Dynamo named the frame after its rest behind a graph break.
 
     Args:
         frame: "name", or "name (file)".
@@ -148,7 +148,7 @@ def function_of(frame: str) -> str:
 
 
 def summary(reason: str) -> str:
-    """One of Dynamo's long explanations in a line: what happened, and its explanation where it has one."""
+    """One of Dynamo's long explanations in a line: the event, and its explanation if there is one."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines if "Explanation: " in line]
     return ": ".join([*lines[:1], *explained[:1]]) or "no reason given"
@@ -178,7 +178,7 @@ def _is_torchs(place: str | None) -> bool:
 
 
 def _why(reason: str) -> str:
-    """Too many recompiles are the one failure that leaves earlier graphs in use."""
+    """Too many recompiles is the only failure after which earlier graphs stay in use."""
     limit = re.search(r"exceeding the (\w+)", reason)
     if limit is None:
         return summary(reason)

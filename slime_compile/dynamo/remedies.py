@@ -1,8 +1,8 @@
 """Opt-in remedies for losses Dynamo runs in Python before asking any backend.
 
 Entry points: `inline_nested_compile`, `trace_distributed_nn` and `trace_async_all_reduce`. Each is called once, before
-the loss is compiled, holds for the whole process and can be called again without harm. A report names the remedy at a
-break that it removes.
+the loss is compiled. It holds for the process; calling it again is harmless. A report names the remedy at a graph break
+that it removes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fx_passes.graph.user_lines import skip_folder
 
-skip_folder(str(Path(__file__).parent))  # a report names the line that calls the collective
+skip_folder(str(Path(__file__).parent))  # a report names the line of the collective's call
 
 
 def inline_nested_compile() -> None:
@@ -31,7 +31,7 @@ def inline_nested_compile() -> None:
     if not getattr(torch.compile, "_slime_fused_inlines", False):
         from slime_compile.torch_private import get_torch_obj_rule_map
 
-        get_torch_obj_rule_map()  # made once, by name: made later it would take the replacement for torch's own
+        get_torch_obj_rule_map()  # defined at import, because later the name would refer to the replacement
         torch.compile = _inlining(torch.compile)
 
 
@@ -64,7 +64,7 @@ def trace_distributed_nn() -> None:
 
     from slime_compile.torch_private import functional_all_reduce
 
-    # of a reduction Dynamo of torch 2.12 knows the name only, and none that is a default
+    # for a reduction, Dynamo of torch 2.12 knows the name only, without defaults
     @torch.compiler.substitute_in_graph(nn_functional.all_reduce, skip_signature_check=True)
     def traced(tensor: Any, op: Any = None, group: Any = dist.group.WORLD) -> Any:
         return functional_all_reduce(tensor, _name_of(op), group)
@@ -105,7 +105,7 @@ def _name_of(op: Any) -> Any:
 
 
 class _Ended:
-    """What of `torch.distributed.Work` a collective that has ended still answers."""
+    """The methods of `torch.distributed.Work` that a finished collective still has."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -130,5 +130,5 @@ _REMEDIES = {
 
 
 def remedy(reason: str) -> str:
-    """What removes a graph break, from Dynamo's reason for it and its place, or ""."""
+    """The remedy of a graph break, from Dynamo's reason for it and its place, or ""."""
     return next((text for pattern, text in _REMEDIES.items() if re.search(pattern, reason)), "")

@@ -6,8 +6,8 @@
     slime        its log-probs and entropies compiled, of deferred logits too
     verl         log-probs and entropies of its FSDP engine in one compiled function
 
-Each has `enable()`, which changes as little of the package as it can, and `disable()`, which takes that back. Where the
-package is not what this file knows, `enable()` says so once and changes nothing.
+Each has `enable()`, which changes as little of the package as possible, and `disable()`, which undoes it. With another
+version of the package, `enable()` warns once and changes nothing.
 """
 
 import importlib

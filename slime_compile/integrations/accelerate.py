@@ -1,7 +1,7 @@
 """Lets accelerate, and with it transformers' `Trainer` and TRL, take "slime_fused" as a backend of torch.compile.
 
-accelerate checks the name against an enum of its own (`accelerate.utils.DynamoBackend`), which knows no backend that
-another package registers: `TrainingArguments(torch_compile_backend="slime_fused")` raises "'SLIME_FUSED' is not a valid
+accelerate checks the name against an enum of its own (`accelerate.utils.DynamoBackend`), without backends registered by
+other packages: `TrainingArguments(torch_compile_backend="slime_fused")` raises "'SLIME_FUSED' is not a valid
 DynamoBackend". Upstream it would take any name of `torch._dynamo.list_backends()`; then this file is not needed.
 """
 

@@ -26,16 +26,16 @@ def known(
     arguments: Mapping[str, Sequence[str]],
     instead: str,
 ) -> Any | None:
-    """The module `home` of `package`, if it is what an integration was written for; else one warning, and None.
+    """The module `home` of `package`, if an integration was written for this version; otherwise one warning, and None.
 
     Args:
         package: its name in the package index.
-        release: how its version must begin, such as "1.16."; None for one that is in no index.
+        release: start of its version, such as "1.16."; None for a package in no index.
         arguments: of functions in `home`, by their dotted names.
-        instead: what the user can do where it is another one.
+        instead: the user's remedy with another version.
 
     Raises:
-        ImportError: the package is not installed, or what `home` imports.
+        ImportError: the package, or an import of `home`, is not installed.
     """
     version = None if release is None else importlib.metadata.version(package)
     if release is not None and version is not None and not version.startswith(release):
@@ -51,7 +51,7 @@ def known(
 
 
 def _arguments_of(module: Any, name: str) -> list[str]:
-    """None where there is no such function."""
+    """None if there is no such function."""
     try:
         function = operator.attrgetter(name)(module)
     except AttributeError:

@@ -1,9 +1,9 @@
 """OpenRLHF's actor (0.11): log-probs and entropies in one compiled function.
 
-`Actor.forward` takes the entropy of the logits by a compiled function of its own, then the log-probs by another that
-Dynamo leaves at `try: from flash_attn import ...`; neither sees the other's reading, and the output that it returns
-keeps the logits. `enable()` lets the first of the two calls do both, the temperature included, and takes the logits out
-of an output that is returned beside log-probs (OpenRLHF does not read them there).
+`Actor.forward` computes the entropy by a compiled function, then the log-probs by another one, which Dynamo breaks at
+`try: from flash_attn import ...`. Neither shares its reading of the logits, and the returned output keeps the logits.
+With `enable()` the first of the two calls does both, the temperature included, and the logits are dropped from an
+output returned next to log-probs (OpenRLHF does not read them there).
 
 Upstream, one function of both in `openrlhf.models.utils`, with the import at the top of the file, could be compiled as
 it is.
@@ -71,7 +71,7 @@ def disable() -> None:
 
 @dataclass
 class _Call:
-    """What one forward of an actor knows between its two readings of the logits."""
+    """The state of an actor's forward between its two readings of the logits."""
 
     labels: Tensor | None
     temperature: float
@@ -83,7 +83,7 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class _Readings:
-    """What OpenRLHF calls in place of its functions; its own where no log-probs are asked for."""
+    """The replacement of OpenRLHF's functions; calls these if no log-probs are requested."""
 
     def __init__(self, home: Any, options: Mapping[str, Any] | None) -> None:
         self.theirs = {name: getattr(home, name) for name in _ARGUMENTS}
@@ -92,7 +92,7 @@ class _Readings:
         )
 
     def over(self, forward: Any) -> Any:
-        """`Actor.forward`, around which labels and temperature are known; the compiled function scales the logits."""
+        """`Actor.forward` with known labels and temperature; the compiled function scales the logits."""
         signature = inspect.signature(forward)
 
         @functools.wraps(forward)

@@ -1,12 +1,12 @@
 """slime's policy loss (0.3): `calculate_log_probs_and_entropy` compiled, for deferred logits too.
 
-The function can be compiled as it stands, in one piece (`--log-probs-chunk-size` would unroll its loop). Its caller,
-`get_log_probs_and_entropy`, divides by the temperature before, though, which makes a tensor of the logits' size in both
-directions, and asserts float32, which Megatron's `Float16Module` makes of tensors and not of deferred logits.
+The function can be compiled as it stands, in one piece (`--log-probs-chunk-size` would unroll its loop). But its
+caller, `get_log_probs_and_entropy`, first divides by the temperature: that allocates a tensor of the logits' size in
+both directions. It also asserts float32; Megatron's `Float16Module` casts tensors to it, but not deferred logits.
 `enable()` replaces both names in `slime.backends.megatron_utils.loss`: division and cast are compiled along.
 
 Upstream, a temperature argument of `calculate_log_probs_and_entropy`, `logits.float()` in place of the assertion, and
-an option that names a backend of torch.compile would make this file unnecessary.
+an option for the backend of torch.compile would make this file unnecessary.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """TRL's fused head (1.16) over our operators: log-probs, entropies and metrics of a row, one chunk of logits at a time.
 
-TRL computes the per-token values of its trainers in a function of its own, `ChunkedLogProbFunction`. It never has all
-logits where Triton runs, and tiles of 4,096 x 32,768 elsewhere. `enable()` puts `linear_log_probs_and_entropy` in its
-place, with what SFT and DPO ask for beside it: whether the target is the largest, and the mean logit. What WPO asks for
-(`log_sum_sq_probs`) and softcaps stay with TRL's.
+TRL computes its trainers' per-token values in a function of its own, `ChunkedLogProbFunction`. With Triton it never has
+all logits, otherwise tiles of 4,096 x 32,768. `enable()` replaces it by `linear_log_probs_and_entropy`, and adds the
+values needed by SFT and DPO: whether the target is the largest, and the mean logit. WPO (`log_sum_sq_probs`) and
+softcaps stay with TRL's.
 
-Upstream, a function that `add_fused_lm_head` is given would make this file unnecessary.
+Upstream, a function argument of `add_fused_lm_head` would make this file unnecessary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INSTEAD = (
 
 
 class _OverOurOperators:
-    """What TRL calls in place of its function."""
+    """The replacement of TRL's function."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs

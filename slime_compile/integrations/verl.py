@@ -1,10 +1,10 @@
 """verl's FSDP engine (0.9): log-probs and entropies of a micro-batch in one compiled function.
 
-The engine takes them of the logits in two calls of its own, among nested tensors: the entropy's is compiled
-(`use_torch_compile`), the log-probs' goes row by row where flash-attn is missing, and neither sees the other's reading.
-But it has a place for models that return both in place of logits (`use_fused_kernels`). `enable()` puts verl's own two
-formulas into one function, compiles that, and hands its results over there. Padded batches, top-k distillation, the sum
-of squared probabilities and DTensor logits stay with verl's.
+The engine computes them from the logits in two calls, among nested tensors: the entropy's is compiled
+(`use_torch_compile`), the log-probs' goes row by row without flash-attn. Neither shares its reading of the logits.
+But the engine also supports models returning both in place of logits (`use_fused_kernels`). `enable()` puts verl's own
+two formulas into one function, compiles it, and returns its results that way. Padded batches, top-k distillation, the
+sum of squared probabilities and DTensor logits stay with verl's.
 
 Upstream, `prepare_model_outputs` would take the two from one method, which could then be compiled; or
 `engine_config` would name the backend of its torch.compile and compile both.

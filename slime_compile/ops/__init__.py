@@ -2,24 +2,23 @@
 
     slime_fused::row_stats   statistics of each row of scaled logits        one read of x
     slime_fused::row_grad    a full-vocabulary value in row normal form     one read of x, one write
-    slime_fused::row_grad_   the same, written over x
-    slime_fused::row_grad_over   the same, over x where that may be, which it decides when it runs
-    slime_fused::writable    x, which autograd saved, in memory that the compiler may write over
+    slime_fused::row_grad_   the same, overwriting x
+    slime_fused::row_grad_over   the same, overwriting x if nothing else references it, decided at run time
+    slime_fused::writable    x, a tensor saved by autograd, in memory that the compiler may overwrite
 
     slime_fused::linear_row_stats   row_stats of hidden @ weight.t() + bias, and columns of it    one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias from row_grad of it         one chunk of logits
     slime_fused::linear_row_both    the two in one                                                one chunk of logits
 
-    slime_fused::row_loop_over   the same, one result over what it was made from, which it decides when it runs
-    slime_fused::row_loop    what works row by row, over one chunk of rows after the other
+    slime_fused::row_loop    a row-by-row computation, over one chunk of rows after the other
+    slime_fused::row_loop_over   the same, one result overwriting its operand, decided at run time
 
-docs/ops.md says what they compute; `reference` says it in plain torch; `cpu` and `cuda` (with
-`triton_kernels`) do it fast. `operators` holds schema, fake kernels and dispatch, `checks` what must hold for the
-arguments, `holders` who else can see a tensor, `held_by` in which variable, `regions` which calls have been made.
-`linear` has schema, fake kernels and dispatch of the operators over chunks, `linear_chunks` does them on every device,
-`linear_reference` is their contract, `row_program` the arithmetic of `linear_row_both`. `row_loop` has the loop over
-chunks of rows, `row_body` what it computes for one of them, compiled or step by step. Importing needs neither Triton
-nor a GPU. No file of this folder imports the names below.
+docs/ops.md has the formulas, `reference` has them in plain torch; `cpu` and `cuda` (with `triton_kernels`) are fast.
+`operators` has schema, fake kernels and dispatch, `checks` the requirements on arguments, `holders` counts references
+to a tensor, `held_by` finds the variables, `regions` counts calls. `linear` has schema, fake kernels and dispatch of
+the operators over chunks, `linear_chunks` their kernel for every device, `linear_reference` their contract,
+`row_program` the arithmetic of `linear_row_both`. `row_loop` has the loop over chunks of rows, `row_body` its body,
+compiled or step by step. Importing needs neither Triton nor a GPU. No file of this folder imports the names below.
 """
 
 from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_row_stats

@@ -1,6 +1,6 @@
 """Requirements on the operators' arguments; the kernels rely on them.
 
-Each raises RuntimeError with the name, what must hold and what was given. Under tracing a condition on symbolic sizes
+Each raises RuntimeError with the name, the requirement and the given value. Under tracing a condition on symbolic sizes
 becomes a guard or an assertion at run time.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["check_grad", "check_result_dtype", "check_stats", "check_writable"]
 
 
 def _check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
-    if condition is not True:  # torch's own check takes a microsecond where nothing is wrong
+    if condition is not True:  # torch's own check takes a microsecond if all is right
         torch_check(condition, message)
 
 
@@ -93,7 +93,7 @@ def check_result_dtype(dtype: torch.dtype) -> None:
 
 
 def check_writable(x: Tensor) -> None:
-    """The caller still owns a leaf, and a view of one is the leaf; rows that share memory have one value."""
+    """The caller still owns a leaf, and a view of one is the leaf; rows sharing memory have one value."""
     if has_internal_overlap(x) == 1:
         raise RuntimeError(
             "`x` must have no elements that share memory, since its values are overwritten; got shape "
@@ -109,7 +109,7 @@ def check_writable(x: Tensor) -> None:
 
 
 def check_alone(x: Tensor, others: Sequence[Tensor]) -> None:
-    """Inputs that shared no memory when the code was compiled may do so in a later call."""
+    """Inputs with separate memory at compile time may share memory in a later call."""
     memory = x.untyped_storage().data_ptr()
     for other in others:
         if x.numel() and other.numel() and other.untyped_storage().data_ptr() == memory:

@@ -1,8 +1,7 @@
 """The fused operators on the CPU: one vectorised pass each in C++ if it could be built, else plain torch.
 
-`row_stats`, `row_grad` and `row_grad_` compute what `reference.py` says. `cpu_kernels.cpp` does it, which `native.py`
-builds and loads; without a compiler, and for dtypes it does not know, `torch_calls.py` does. Shapes are checked in
-`ops`, not here.
+`row_stats`, `row_grad` and `row_grad_` match `reference.py`. They are in `cpu_kernels.cpp`, built and loaded by
+`native.py`; without a compiler, and for other dtypes, in `torch_calls.py`. Shapes are checked in `ops`, not here.
 """
 
 import torch

@@ -4,7 +4,7 @@ Same meaning as in `reference.py`. This module decides blocks, parts and strides
 `triton_kernels.py` on the current stream; it never waits for the device, so a CUDA graph may capture it. `ops.py`
 imports it lazily, as it needs Triton. docs/kernels.md gives the reasons for the numbers below.
 
-x is never copied: its leading dimensions are merged where strides allow, two that cannot be merged are passed to
+x is never copied: its leading dimensions are merged if strides allow, two that cannot be merged are passed to
 the kernel, and for three or more one kernel is launched per outer index.
 """
 
@@ -34,7 +34,7 @@ PART_TILES_MAX = (
 )
 PARTS_MAX = 128  # of row_stats: parts merged by one program
 PROGRAMS_PER_SM = 64  # eight waves of eight resident programs
-ASSUMED_SMS = 132  # where the device is the interpreter
+ASSUMED_SMS = 132  # the device is the interpreter
 
 
 # ---- rows as the kernels see them ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class _Launch:
 def _merged(
     sizes: list[int], strides: list[tuple[int, ...]]
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Leading dimensions without those of size 1, neighbours merged where every tensor's strides allow."""
+    """Leading dimensions without those of size 1, neighbours merged if every tensor's strides allow."""
     out_sizes: list[int] = []
     out_strides: list[tuple[int, ...]] = []
     for size, stride in zip(sizes, strides, strict=True):
@@ -89,7 +89,7 @@ def _launches(*tensors: Tensor) -> Iterator[_Launch]:
 
 
 def _vector(*views: Tensor) -> int:
-    """Elements per thread and access: 16 bytes, or 1 where the views of a row cannot all be aligned together."""
+    """Elements per thread and access: 16 bytes, or 1 if the views of a row cannot all be aligned together."""
     vector = VECTOR_BYTES // min(v.element_size() for v in views)
     starts = {v.data_ptr() // v.element_size() % vector for v in views}
     steps = {tuple(s % vector for s in v.stride()[:-1]) for v in views}
@@ -128,7 +128,7 @@ def row_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Statistics of each row of `factor * scale * x`: max, log_sum, mean, total, each [..., 1] fp32.
 
-    `mean` and `total` say whether anybody reads these two; they are NaN otherwise.
+    `mean` and `total`: whether these two are read; they are NaN otherwise.
     """
     rows = prod(x.shape[:-1])
     outs = [x.new_empty(rows, dtype=torch.float32) for _ in range(4)]
@@ -146,7 +146,7 @@ def row_stats(
 
 
 def _row_scale(scale: Tensor, x: Tensor) -> Tensor:
-    """[N] fp32, one value per row, with stride 0 where it is one value for all."""
+    """[N] fp32, one value per row; with stride 0 for one value for all."""
     scale = scale.to(torch.float32)
     if scale.numel() == 1:
         return scale.reshape(1).expand(prod(x.shape[:-1]))

@@ -1,8 +1,8 @@
-"""Finds the variable referencing a tensor, for the report's remedy; asked now and then for each gradient.
+"""Finds the variable referencing a tensor, for the report's remedy; it runs for some calls of each gradient.
 
-Entry point: `variables`. It looks at the local variables of every thread's frames, at the variables of their modules,
-and two levels deep into what these contain, for the tensor or another one with its memory; else at closures and
-generators of the user's. What is deeper, or held by C++ code, is not found.
+Entry point: `variables`. It looks for the tensor, or another one with its memory, in the local variables of every
+thread's frames, in the variables of their modules, and two levels deep into these. If it finds none there, it looks
+into closures and generators of the user's. Deeper references, and references from C++, are not found.
 """
 
 import gc
@@ -29,7 +29,7 @@ from torch import Tensor
 from slime_compile.ops.holders import local_variables
 
 MOST = 3
-_LARGEST = 1000  # entries of a container that are looked at
+_LARGEST = 1000  # entries of a container to look at
 _DEPTH = 2
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _PACKAGES = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -37,13 +37,13 @@ _KINDS = {GeneratorType: "generator", CoroutineType: "coroutine"}
 
 
 def variables(x: Tensor) -> list[str]:
-    """What holds `x` or its memory, as "`name` in function (file:line)", at most `MOST`."""
+    """The variables referencing `x` or its memory, as "`name` in function (file:line)", at most `MOST`."""
     found = dict.fromkeys(_named(x.untyped_storage()._cdata)) or dict.fromkeys(_suspended(x))
     return list(found)[:MOST]
 
 
 def _suspended(x: Tensor) -> Iterator[str]:
-    """Of the user's code that does not run now: torch's, and ours, has cells of its own with the tensor."""
+    """In suspended code of the user's only: torch's and ours has cells of its own with the tensor."""
     for each in gc.get_referrers(x):
         if isinstance(each, CellType):
             yield from _closures(each)
@@ -103,14 +103,14 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _innermost() -> list[FrameType | None]:
-    """Of each thread; of this one who asks: a frame that a variable of its own holds stays, with all that it has."""
+    """Of each thread; of this one the caller's: a frame stored in one of its own variables would keep itself alive."""
     found: dict[int, FrameType | None] = {**sys._current_frames()}
     found[threading.get_ident()] = sys._getframe(2)
     return list(found.values())
 
 
 def _holding(space: Mapping[str, Any], memory: int) -> Iterator[str]:
-    """Variables that have the memory, or contain what has."""
+    """Variables with the memory, or containing a value with it."""
     for name, value in list(space.items()):
         if _has(value, memory):
             yield name
@@ -126,11 +126,11 @@ def _inside(value: Any, memory: int, depth: int) -> Iterator[str]:
             yield from (part + below for below in _inside(each, memory, depth - 1))
 
 
-# A user's object may compute what it is asked for, so it is asked for nothing.
+# A user's object may run code when it is inspected, so it is not inspected.
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a variable contains directly, as one would write it."""
+    """The direct contents of a variable, in Python's notation."""
     kind = type(value)
     if kind in (list, tuple) and len(value) <= _LARGEST:
         return [(f"[{i}]", each) for i, each in enumerate(value)]

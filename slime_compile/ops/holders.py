@@ -1,24 +1,24 @@
 """Do other references to a tensor exist? An operator asks in backward, before it overwrites the tensor.
 
-Entry point: `why_not(x, frame)`. `add_path` names code that may call the operator, beside generated code.
+Entry point: `why_not(x, frame)`. `add_path` registers other callers of the operator than generated code.
 
 NOTE [How an operator counts the references to a tensor]
-Whoever can still read a tensor after backward owns a reference: to the Python object (a variable of any frame, a
-container, a closure, NumPy's array), to the C++ tensor (what another node of autograd saved, a view's base), to the
+Code that can still read a tensor after backward owns a reference: to the Python object (a variable of any frame, a
+container, a closure, NumPy's array), to the C++ tensor (saved by another node of autograd, a view's base), to the
 storage (a view, a detached alias, DLPack), or to the storage's Python object. Each of the four is counted. A view owns
-the tensor that it is a view of (from torch 2.15 on, what a compiled function saved may be one): the references to that
-one, in Python and C++, are counted, too. The caller of the operator and the call itself own some. How many is no
-constant: it depends on Python, torch and the code that calls. So it is measured, once per process, path, and for views
-and other tensors: the operator is called with unreferenced tensors, through the same code, and then with each kind
-of holder, which must be seen. Counts equal to those of an unreferenced tensor mean: no other reference.
+its base (from torch 2.15 on, a tensor saved by a compiled function may be a view): references to the base, in Python
+and C++, are counted, too. The caller of the operator and the call itself own some references. Their number depends on
+Python, torch and the caller's code. So it is measured, once per process and path, for views and for other tensors: the
+operator is called with unreferenced tensors, through the same code, and then with each kind of reference, which must
+show. Counts equal to those of an unreferenced tensor mean: no other reference.
 
-That is right only if the code at hand owns at least what the measured code did. Measured is the least that there can
-be: one local name. That the calling frame has exactly one name for the tensor is looked up once for each place that
-calls; where it cannot be looked up (a C++ caller, a frame that is not known), nothing is overwritten.
+That is right only if the code at hand owns at least as many references as the measured code. Measured is the minimum:
+one local name. Whether the calling frame has exactly one name for the tensor is looked up once for each calling
+instruction; if that is impossible (a C++ caller, an unknown frame), nothing is overwritten.
 
-No count shows a retained graph, memory that is not torch's own or that another process maps, a leaf, a weak reference,
-a mode that sees every operator's arguments: each is asked for by itself. Outside
-a backward of autograd's engine (compiled autograd among them) the answer is always: another reference may exist.
+No count shows a retained graph, memory from outside of torch or mapped by another process, a leaf, a weak reference, or
+a mode that sees every operator's arguments: each has its own check. Outside a backward of autograd's engine (compiled
+autograd among them) the answer is always: another reference may exist.
 """
 
 import inspect
@@ -45,9 +45,9 @@ __all__ = ["Counts", "add_path", "counts", "keeps_graph", "why_not"]
 
 
 class Counts(NamedTuple):
-    """References to a tensor as `counts` sees them; a storage has one Python object at most.
+    """References to a tensor, from `counts`; a storage has one Python object at most.
 
-    The last two: to the tensor that it is a view of.
+    The last two: references to the base of a view.
     """
 
     python: int
@@ -111,11 +111,11 @@ PYTHON = "Python references them"
 MEMORY = "a view or an alias references them"
 RETAINED = "the graph is retained, or compiled autograd runs it"
 UNCLEAR = "references to the logits cannot be counted: "
-"""What a reason starts with where not the holders but the counting is at fault."""
+"""Start of a reason for failed counting, in contrast to found references."""
 
 
 def _cannot_be_ours(x: Tensor) -> str:
-    """What no count shows about the tensor."""
+    """Reasons that no count shows."""
     if type(x) is not Tensor or x.layout is not torch.strided:
         return f"they are a {type(x).__name__}"
     owner = x if x._base is None else x._base
@@ -153,15 +153,15 @@ def _more(seen: Counts, least: Counts) -> str:
     return UNCLEAR + f"fewer references than an unreferenced tensor has ({seen}, {least})"
 
 
-# ---- the code that calls ------------------------------------------------------------------------------------------
+# ---- the calling code ---------------------------------------------------------------------------------------------
 
 
 class _Path:
     """Code that calls the operator.
 
     Attributes:
-        names: how often a frame of it owns a tensor.
-        call: calls the operator with the tensor in the list, which it empties, as that code would.
+        names: references to the tensor in a frame of it.
+        call: calls the operator with the tensor in the list, and empties the list, as that code would.
     """
 
     def __init__(self, names: Callable[[FrameType, Tensor], int], call: Callable[[list[Any]], Any]):
@@ -187,24 +187,24 @@ class _Path:
 _CALL = getattr(OpOverload.__call__, "__code__", None)
 _paths: dict[CodeType, _Path] = {}
 _sites: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-"""Places that call, by the code's id and the instruction: the code, kept alive, and whether it has one name."""
+"""Calling places, by the code's id and the instruction: the code, kept alive, and whether it has one name."""
 
 
 def add_path(
     code: CodeType, names: Callable[[FrameType, Tensor], int], call: Callable[[list[Any]], Any]
 ) -> None:
-    """Code other than generated code, which holds what it runs in local variables, one name each.
+    """Registers other code than generated code, with its operands in local variables, one name each.
 
     Args:
         code: of the frames that call the operator.
-        names: how often such a frame owns a tensor.
-        call: calls `row_grad_over` as such a frame does; takes the tensor in a list, which it empties.
+        names: references to a tensor in such a frame.
+        call: calls `row_grad_over` as such a frame does; takes the tensor in a list, and empties it.
     """
     _paths.setdefault(code, _Path(names, call))
 
 
 def _path(kernel: FrameType, x: Tensor) -> _Path | None:
-    """That of the frame that has called the operator, if it has exactly one name for the tensor."""
+    """The path of the operator's calling frame, if it has exactly one name for the tensor."""
     caller = kernel.f_back
     if _CALL is not None and (caller is None or caller.f_code is not _CALL):
         return None  # a shorter way than the measured one owns less
@@ -215,26 +215,26 @@ def _path(kernel: FrameType, x: Tensor) -> _Path | None:
     path = _paths.get(code, _generated)
     site = (id(code), frame.f_lasti)
     if site not in _sites:
-        if sys.gettrace() is not None:  # a debugger's, which writes local variables back
+        if sys.gettrace() is not None:  # a debugger's frame, which writes local variables back
             return None
         _sites[site] = (code, path.names(frame, x) == 1)
     return path if _sites[site][1] else None
 
 
 def local_variables(frame: FrameType) -> dict[str, Any]:
-    """A copy that the caller drops; none that the frame keeps, as Python before 3.13 would."""
+    """A copy for the caller; Python before 3.13 would otherwise keep one in the frame."""
     variables = frame.f_locals
     found = dict(variables)
     picture = isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if (
         picture and sys.getrefcount(variables) <= 3
-    ):  # the frame's, ours, the call's: not one that locals() gave away
+    ):  # the frame's, ours, the call's: none from locals()
         variables.clear()
     return found
 
 
 def _local_names(frame: FrameType, x: Tensor) -> int:
-    """Plain local variables; one that a nested function reads too is not the frame's alone."""
+    """Plain local variables; one read by a nested function too is not the frame's alone."""
     shared = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
     names = [name for name, value in local_variables(frame).items() if value is x]
     return 0 if shared & {*names} else len(names)
@@ -244,7 +244,7 @@ def _local_names(frame: FrameType, x: Tensor) -> int:
 
 
 class Probe(threading.local):
-    """Where a kernel leaves its counts instead of computing, while a path is measured."""
+    """A kernel's counts, stored instead of computing, while a path is measured."""
 
     def __init__(self) -> None:
         self.seen: list[Counts] | None = None
@@ -254,7 +254,7 @@ probe = Probe()
 
 
 def _call_from_one_name(args: list[Any]) -> Any:
-    """As code does that inductor generates."""
+    """As inductor's generated code does."""
     (x,) = args
     args.clear()
     one = _unread
@@ -265,7 +265,7 @@ def _call_from_one_name(args: list[Any]) -> Any:
     return result
 
 
-_unread = torch.empty(0, device="cpu")  # the other arguments, at which the kernel does not look
+_unread = torch.empty(0, device="cpu")  # the other arguments, unread by the kernel
 _generated = _Path(_local_names, _call_from_one_name)
 
 
@@ -281,7 +281,7 @@ def _measured(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
 
     thread = threading.Thread(target=work, name="slime_fused_holders", daemon=True)
     thread.start()
-    thread.join(timeout=10)  # a caller that holds a lock which this needs goes on
+    thread.join(timeout=10)  # a caller with a lock needed here would go on
     return found[0]
 
 
@@ -308,7 +308,7 @@ def _measure(call: Callable[[list[Any]], Any], of_view: bool) -> Counts | str:
 def _seen(
     call: Callable[[list[Any]], Any], make: Callable[[], Tensor], hold: Callable[[Tensor], object]
 ) -> Counts | None:
-    """The counts that the operator saw; None if something still referenced the tensor afterwards."""
+    """The operator's counts; None if another reference to the tensor remained afterwards."""
     made = [make()]
     dead = weakref.ref(made[0])
     holder = hold(made[0])
@@ -335,7 +335,7 @@ def _viewed() -> Tensor:
 
 
 def _made_as_view() -> Tensor:
-    """Of a product that Python has never seen."""
+    """A view of a product unknown to Python."""
     return torch.tensordot(torch.zeros(1, 2, 2, device="cpu"), torch.zeros(2, 2, device="cpu"), 1)
 
 

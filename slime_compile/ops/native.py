@@ -1,11 +1,11 @@
 """Builds `cpu_kernels.cpp` once per machine and loads it: `functions`, `description`.
 
-The shared object lies in inductor's cache directory, under a name made of the source, torch's version and the vector
-instructions that torch uses in this process (ATEN_CPU_CAPABILITY is obeyed). Every process but the first finds it there
+The shared object is in inductor's cache directory. Its name has a hash of the source, torch's version and torch's
+vector instructions in this process (ATEN_CPU_CAPABILITY is obeyed). Every process but the first finds it there
 and only loads it. It is built under a lock by torch's own builder, about three seconds, and then put in its place:
-processes that start together build once, and an interrupted build leaves nothing that could be loaded.
+processes starting together build once, and an interrupted build leaves nothing to load.
 
-Where there is no compiler, or no vector instructions, `functions` is None and `cpu.py` goes on in plain torch.
+Without a compiler, or without vector instructions, `functions` is None and `cpu.py` uses plain torch.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """`Type` of cpu_kernels.cpp."""
 
-# What torch's private builder, the compiler and the loader may raise: whatever it is, plain torch computes the same. So
-# the builder is not in `torch_private`, whose interfaces this package cannot do without.
+# Possible errors of torch's private builder, the compiler and the loader. Plain torch computes the same in any case, so
+# the builder is not in `torch_private`, whose interfaces are indispensable for this package.
 _FAILURES = (ImportError, AttributeError, TypeError, RuntimeError, OSError)
 _LOCK_SECONDS = 600
 
@@ -45,12 +45,12 @@ class Functions:
 
 
 def functions() -> Functions | None:
-    """What is loaded, built first where it has to be; None where that is not possible."""
+    """The loaded functions, built first if needed; None if that is impossible."""
     return _loaded()[0]
 
 
 def description() -> str:
-    """One line for people: which code the operators on the CPU run, and why."""
+    """One line for people: the code of the operators on the CPU, and the reason."""
     return _loaded()[1]
 
 

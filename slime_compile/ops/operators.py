@@ -54,14 +54,14 @@ _library.define(
     " bool softmax, str region) -> ()",
     tags=_TAGS,
 )
-# Its result may be x's memory, which is not declared: NOTE [What is decided at run time] in fx_passes/inplace.py.
+# Its result may be x's memory; that is not declared: NOTE [What is decided at run time] in fx_passes/inplace.py.
 _library.define(
     "row_grad_over(Tensor x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
     " bool softmax, str owner, str region, *, str place='', Tensor[]? others=None, Tensor[]? after=None,"
     " bool strided=False) -> Tensor",
     tags=_TAGS,
 )
-# Its result may be x's memory, which is not declared either; nothing else of the graph reads x.
+# Its result may be x's memory; that is not declared either. No other node of the graph reads x.
 _library.define("writable(Tensor x) -> Tensor", tags=_TAGS)
 
 
@@ -143,7 +143,7 @@ def _beside(x: Tensor, strided: bool) -> Tensor:
 
 
 class Kernels(Protocol):
-    """What `reference.py`, `cpu.py` and `cuda.py` offer: the operators without `region`, arguments checked."""
+    """The interface of `reference.py`, `cpu.py` and `cuda.py`: the operators without `region`, arguments checked."""
 
     def row_stats(
         self, x: Tensor, scale: Tensor | None, factor: float, mean: bool, total: bool
@@ -259,7 +259,9 @@ def _row_grad_over(
     reason = why_beside(x, seen, owner, others or (), strided)
     check_grad(x, terms, affine, index, weight, softmax)
     on_call(region)
-    placed(place, reason, partial(holders_named, reason, x))  # not a closure, which would hold x
+    placed(
+        place, reason, partial(holders_named, reason, x)
+    )  # no closure, because it would reference x
     with torch.no_grad():
         if not reason:
             _overwrite(x, terms, affine, index, weight, softmax)
@@ -269,7 +271,7 @@ def _row_grad_over(
 
 
 def _writable(x: Tensor) -> Tensor:
-    """`x`, which autograd has saved for this graph alone, in memory that may be written over."""
+    """`x`, saved by autograd for this graph alone, in memory that may be overwritten."""
     again = holders.keeps_graph() or _is_recorded(x)
     return _beside(x, strided=True).copy_(x) if again else x.detach()
 
@@ -296,15 +298,15 @@ def why_beside(
         return _other_layout(x, strided)
     reason = holders.why_not(x, seen, sys._getframe(1))
     if owner == "graph" and reason.startswith(holders.UNCLEAR):
-        reason = ""  # torch's word that nobody else has them: who looks at what autograd has saved may still
+        reason = ""  # torch says that nothing else references them; code that has read autograd's saved tensors still may
     return reason or _other_layout(x, strided)
 
 
 def holders_named(reason: str, x: Tensor) -> str:
-    """The reason, with the variables that a user can do something about."""
+    """The reason, with the user's variables behind it."""
     names: list[str] = []
     if reason in (holders.PYTHON, holders.MEMORY):
-        with contextlib.suppress(Exception):  # what a user's object does when it is looked at
+        with contextlib.suppress(Exception):  # errors of a user's object under inspection
             names = variables(x)
     return f"{reason} ({', '.join(names)})" if names else reason
 
@@ -322,7 +324,7 @@ def _overwrite(
 
 
 def register(library: Any, name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Gives an operator that `library` defines its kernel on all devices, its fake kernel, and no derivative."""
+    """Gives an operator defined by `library` its kernel on all devices, its fake kernel, and no derivative."""
     torch.library.register_fake(f"slime_fused::{name}", fake, lib=library)
     for device in ("CPU", "CUDA"):
         library.impl(name, kernel, device)

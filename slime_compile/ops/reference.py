@@ -1,6 +1,6 @@
 """The contract of the fused operators, in plain torch.
 
-`row_stats` and `row_grad` say what `slime_fused::row_stats` and `slime_fused::row_grad` compute (docs/ops.md). They
+`row_stats` and `row_grad` define `slime_fused::row_stats` and `slime_fused::row_grad` (docs/ops.md). They
 are written to be read, work in every floating dtype, and keep several [N, V] temporaries; the fast implementations
 (`cpu.py`, `cuda.py`) must match them. Shapes are checked in `checks.py`, not here.
 """
@@ -39,8 +39,8 @@ def row_stats(
         x: [..., V], any floating dtype.
         scale: broadcastable to [..., 1], or None for 1.
         factor: a number.
-        mean: whether anybody reads `mean`, which is NaN otherwise.
-        total: the same of `total`.
+        mean: whether `mean` is read; it is NaN otherwise.
+        total: the same for `total`.
 
     Returns:
         `peak`, `log_sum`, `mean`, `total`, each [..., 1] in the compute dtype.
@@ -65,7 +65,7 @@ def row_stats(
 
 Column = Tensor | float
 Columns = Tensor | Sequence[Column]
-"""The numbers of each row; or a list with a tensor `[..., 1]` for each of them, a number where all rows have one."""
+"""The numbers of each row; or a list with a tensor `[..., 1]` for each of them, or a number equal in all rows."""
 
 
 def row_grad(
@@ -129,14 +129,14 @@ def _exponential_term(x: Tensor, term: Sequence[Any], softmax: bool) -> Tensor:
 
 
 def scaled(x: Tensor, scale: Column) -> Tensor:
-    """scale * x; a row whose scale is 0 is a row of zeros, whatever x is there."""
+    """scale * x; a row of scale 0 is zeros, whatever x is there."""
     if isinstance(scale, Tensor):
         return torch.where(scale == 0, 0.0, x * scale)
     return x * scale if scale else torch.zeros_like(x)
 
 
 def _where_largest(x: Tensor, scale: Column) -> Tensor:
-    """The element of each row that is largest once it is scaled; 0 where the scale is."""
+    """The element of each row that is largest after scaling; 0 for a scale of 0."""
     if not isinstance(scale, Tensor):
         largest = (torch.amin if scale < 0 else torch.amax)(x, -1, keepdim=True)
         return largest if scale else torch.zeros_like(largest)

@@ -1,6 +1,6 @@
 """Regions with at least one run: an operator's `region` argument, counted at each call.
 
-A region's text is part of the generated code, so it also comes out of a warm compile cache, where no pass runs: see
+A region's text is part of the generated code, so it also comes out of a warm compile cache, when no pass runs: see
 NOTE [How a report survives the compile cache].
 """
 
@@ -27,12 +27,12 @@ def called_eagerly(name: str) -> None:
 
 @dataclasses.dataclass
 class Placed:
-    """What one gradient's calls have decided.
+    """The decisions of one gradient's calls.
 
     Attributes:
-        over: calls that wrote over the logits.
+        over: calls that overwrote the logits.
         beside: the others, by their reason.
-        last: the reason of the latest of those calls; it names a variable only where that call looked for one.
+        last: the reason of the latest of those calls; with a variable only if that call looked for one.
     """
 
     over: int = 0
@@ -45,11 +45,11 @@ class Placed:
 
 
 placements: dict[str, Placed] = {}
-"""What was decided at run time, by the gradient's place: its report's id and its number there."""
+"""Decisions at run time, by the gradient's place: its report's id and its number there."""
 
 
 under_hooks: set[str] = set()
-"""Reports' ids of graphs whose caller allows overwriting, and that have run under hooks for what autograd saves."""
+"""Reports' ids of graphs with consume_logits=True that have run under hooks for autograd's saved tensors."""
 
 
 def was_under_hooks(place: str) -> bool:
@@ -57,10 +57,10 @@ def was_under_hooks(place: str) -> bool:
 
 
 def placed(place: str, reason: str, worded: Callable[[], str]) -> None:
-    """One call of a gradient that decides: over the logits, or why not.
+    """One decision of a gradient: it overwrites the logits, or the reason against it.
 
     Args:
-        worded: the reason for the report; asked for at calls 1, 2, 4, 8, ... with that reason.
+        worded: returns the reason for the report; called at calls 1, 2, 4, 8, ... with that reason.
     """
     if not place:
         return
@@ -70,7 +70,7 @@ def placed(place: str, reason: str, worded: Callable[[], str]) -> None:
         return
     here.beside[reason] += 1
     looks = here.beside[reason].bit_count() == 1  # seldom: it takes long
-    here.last = worded() if looks else reason  # what another call has found may hold other logits
+    here.last = worded() if looks else reason  # another call's variable may reference other logits
 
 
 class _Watches(threading.local):
@@ -91,7 +91,7 @@ def on_call(region: str) -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[str]]:
-    """The regions that this thread calls in a `with` block."""
+    """The regions called by this thread in a `with` block."""
     called: list[str] = []
     _watches.open.append(called)
     try:

@@ -1,6 +1,6 @@
 """The body of a loop over chunks of rows: compiled by inductor once for any number of rows, or run step by step.
 
-Entry point: `body_of`. A body that inductor cannot compile runs step by step, and the log says so once.
+Entry point: `body_of`. If inductor cannot compile a body, it runs step by step, and the log says so once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a body is given: tensors of the chunk's rows, whole tensors, sizes; and what it writes rows into."""
+    """The input of a body: tensors of the chunk's rows, complete tensors, sizes; and its outputs with rows."""
 
     rows: list[Tensor]
     whole: list[Tensor]
@@ -43,13 +43,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a body computes.
+    """The computation of a body.
 
     Attributes:
         steps: see NOTE [Loops as text].
-        written: the values that are written into `Chunk.out`, by their numbers.
-        over: a value, and the tensor of the chunk that it is written over once all is computed.
-        returned: the values that are handed out.
+        written: the values to write into `Chunk.out`, by their numbers.
+        over: a value, and the tensor of the chunk that it overwrites at the end.
+        returned: the returned values.
     """
 
     steps: tuple[Any, ...]
@@ -59,16 +59,16 @@ class Steps:
 
 
 Body = Callable[[Chunk], dict[int, Tensor]]
-"""Writes into `out`, and gives the values that are handed out, by their numbers."""
+"""Writes into `out`, and returns the other results, by their numbers."""
 
 _FACTORIES = {"aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
               "prims.iota.default"}  # fmt: skip
 _OVER = {"slime_fused.row_grad_.default"}
-"""Steps that write over their first argument; their result is that."""
+"""Steps that overwrite their first argument; their result is that argument."""
 
 
 def body_of(text: str, steps: Steps, compiled: bool) -> Body:
-    """The body of the loop of `text`, by which what is compiled is kept."""
+    """The body of the loop of `text`; the text is the key of compiled bodies."""
     return _Compiled(text, steps) if compiled else functools.partial(_interpreted, steps)
 
 
@@ -135,13 +135,13 @@ def _called(name: str, args: Any, kwargs: Any, values: Any, chunk: Chunk) -> Any
     if name == "prims.convert_element_type.default":
         return positional[0].to(
             positional[1]
-        )  # the operator's own kernel makes a leaf that requires grad of one
+        )  # the operator's own kernel returns a leaf that requires grad for such a leaf
     made = function_of(name)(*positional, **keywords)
     return positional[0] if name in _OVER else made
 
 
 def _last_reads(told: Steps, first: int) -> dict[int, list[int]]:
-    """After which step a value that is not handed out is not read any more."""
+    """For each step, the values without readers after it, returned ones excepted."""
     last: dict[int, int] = {}
     for at, (_, args, kwargs) in enumerate(told.steps):
         for used in values_read(args) | values_read(list(kwargs.values())) | {first + at}:
@@ -162,7 +162,7 @@ _lock = threading.RLock()
 class _Compiled:
     """Compiled at the first call, for these layouts and any number of rows but one.
 
-    Inductor cannot compile every body that writes over what it reads: then it writes beside it, and that is copied.
+    Some bodies overwrite a tensor they read, and inductor cannot compile them: the result is then copied over it.
     """
 
     def __init__(self, text: str, steps: Steps) -> None:
@@ -239,7 +239,7 @@ _kept: dict[str, Callable[..., Any] | None] = {}
 
 
 def _symbolic(chunk: Chunk) -> list[Tensor]:
-    """Fake tensors laid out like those of the chunk, whose number of rows is one symbol."""
+    """Fake tensors with the layouts of the chunk's; their number of rows is one symbol."""
     shapes = ShapeEnv()
     source = ConstantSource("rows")
     symbol = shapes.create_symbol(chunk.count, source, DimDynamic.DYNAMIC, constraint_dim=None)

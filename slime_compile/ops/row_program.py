@@ -20,7 +20,7 @@ _Step: TypeAlias = Callable[["Chunk", _State], Tensor]
 
 
 class Chunk:
-    """What a program reads on rows `at`: statistics [S, 4, n, 1], picked columns [n, M], tensors as a whole."""
+    """The inputs of a program on rows `at`: statistics [S, 4, n, 1], picked columns [n, M], complete tensors."""
 
     def __init__(self, at: slice, stats: Tensor, picked: Tensor, inputs: Sequence[Tensor]) -> None:
         self.at = at

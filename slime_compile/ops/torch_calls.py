@@ -1,14 +1,14 @@
 """The fused operators on a CPU without a compiler: plain torch over chunks of rows small enough for the cache.
 
-`row_stats` and `write_grad` compute what `reference.py` says, without any [N, V] temporary: a chunk of rows
-comes from memory once, and every further pass over it is served by the cache. The passes that only special values need
-(a logit of -inf) run on the chunks that hold such a value. Shapes are checked in `ops`, not here. `cpu.py` is in front.
+`row_stats` and `write_grad` match `reference.py`, without any [N, V] temporary: a chunk of rows comes from memory once,
+and later passes over it read the cache. The passes for special values (a logit of -inf) run on chunks with such a value
+only. Shapes are checked in `ops`, not here. `cpu.py` calls this module.
 
 NOTE [Why threads of our own?]
-    Torch's threads meet after every operation, several times a chunk. Where another process holds a core, each
-    meeting waits for a time slice: at a load of 8 on 2 cores the whole took 8 times inductor's time. So every thread
-    takes whole chunks and runs torch on itself alone. The threads live for one call: nothing is left to be forked or
-    torn down.
+    Torch's threads meet after every operation, several times a chunk. If another process holds a core, each
+    meeting waits for a time slice: at a load of 8 on 2 cores the total took 8 times inductor's time. So every thread
+    takes complete chunks and runs torch single-threaded. The threads live for one call: nothing remains to be forked
+    or torn down.
 """
 
 import threading
@@ -22,7 +22,7 @@ from slime_compile.ops.reference import compute_dtype
 
 __all__ = ["row_stats", "write_grad"]
 
-_CHUNK_ELEMENTS = 1 << 19  # 2 MiB in float32; less where three buffers of it are needed, not two
+_CHUNK_ELEMENTS = 1 << 19  # 2 MiB in float32; less if three such buffers are needed, not two
 _PARALLEL_ELEMENTS = 1 << 20  # a smaller root takes less time than threads take to start
 _MAX_THREADS = 16  # they share the interpreter's lock; beyond it each runs torch on several
 
@@ -78,7 +78,7 @@ def _chunk_stats(
 
 
 def _write_peak(y: Tensor, scale: Tensor | float, peak: Tensor) -> None:
-    """The element that is largest once it is scaled."""
+    """The element that is largest after scaling."""
     if not isinstance(scale, Tensor):
         (torch.amin if scale < 0 else torch.amax)(y, -1, keepdim=True, out=peak)
         if scale == 0:
@@ -128,7 +128,7 @@ def write_grad(
 
 
 def _empty_rows(terms: Tensor, affine: Tensor, weight: Tensor) -> Tensor:
-    """[..., 1] bool: rows whose a, b, f, e and weights are all 0."""
+    """[..., 1] bool: rows with zeros in all of a, b, f, e and the weights."""
     factors = terms[..., -2:].flatten(-2), affine[..., ::2], weight
     return (torch.cat(factors, -1) == 0).all(-1, keepdim=True)
 
@@ -141,7 +141,7 @@ def _chunk_grad(
     further: list[Tensor],
     out: Tensor,
 ) -> None:
-    # x [R, V] any dtype and strides, read only; coefficients [R, ...]; z and, where there are several terms,
+    # x [R, V] any dtype and strides, read only; coefficients [R, ...]; z and, for several terms,
     # further[0] [R, V] scratch; out [R, V] written
     terms, affine, index, weight = coefficients
     if terms.shape[1] == 0:
@@ -164,7 +164,7 @@ def _chunk_term(x: Tensor, term: Tensor, softmax: bool, z: Tensor, out: Tensor) 
         _scale(torch.sub(_in_dtype_of(z, x), center, out=z), scale)
         torch.sub(z, shift, out=out).exp_()
     masked = None
-    if not z.amin() > -torch.inf:  # -inf, or NaN, which hides it
+    if not z.amin() > -torch.inf:  # -inf, or a NaN hiding it
         masked = out == 0 if softmax else (z == -torch.inf) & ~shift.isnan()
     out.mul_(z.mul_(b).add_(a))
     if masked is not None:
@@ -184,12 +184,12 @@ def _add_affine(x: Tensor, affine: Tensor, z: Tensor, out: Tensor) -> None:
 
 
 def _in_dtype_of(buffer: Tensor, x: Tensor) -> Tensor:
-    """x itself where that is its dtype, else a copy in the buffer."""
+    """x itself if it has that dtype, else a copy in the buffer."""
     return x if x.dtype == buffer.dtype and x.stride(1) == 1 else buffer.copy_(x)
 
 
 def _scale(d: Tensor, scale: Tensor | float) -> None:
-    """d *= scale; zeros where the scale is 0, whatever d is there."""
+    """d *= scale; zeros for a scale of 0, whatever d is there."""
     if isinstance(scale, Tensor):
         if (scale != 1).any():
             d.mul_(scale)
@@ -210,7 +210,7 @@ def _flat(value: Tensor, lead: int) -> Tensor:
 
 
 def _for_each_chunk(x: Tensor, work: Work, dtype: torch.dtype, buffers: int) -> None:
-    """Runs `work` on every chunk of x, in threads where x is large. See NOTE [Why threads of our own?]."""
+    """Runs `work` on every chunk of x, in threads if x is large. See NOTE [Why threads of our own?]."""
     chunks = list(_chunks(x, 2 * _CHUNK_ELEMENTS // buffers))
     if not chunks:
         return
@@ -245,9 +245,7 @@ def _run_in_threads(run: Callable[[], None], threads: int, available: int) -> No
         futures = [pool.submit(thread) for _ in range(threads)]
         for _ in futures:
             started.acquire()
-        torch.set_num_threads(
-            available
-        )  # what a thread sets for itself, threads yet to come inherit
+        torch.set_num_threads(available)  # new threads inherit a thread's own settings
         for future in futures:
             future.result()
 

@@ -73,14 +73,14 @@ def _body(row_ptr, head, VEC: tl.constexpr):
 
 @triton.jit
 def _tile(first, last, k: tl.constexpr, LANES: tl.constexpr):
-    """Groups of tile k of those that start at group `first`, and whether they are in the part, [LANES, 1]."""
+    """Groups of tile k, counted from group `first`, and whether they are in the part, [LANES, 1]."""
     group = first + k * LANES + tl.arange(0, LANES)[:, None]
     return group, group < last
 
 
 @triton.jit
 def _addresses(body_ptr, group, stride, WIDTH: tl.constexpr):
-    """Addresses of a tile: aligned to 16 bytes where WIDTH > 1, with any vocabulary stride where WIDTH is 1."""
+    """Addresses of a tile: aligned to 16 bytes for WIDTH > 1, with any vocabulary stride for WIDTH = 1."""
     if WIDTH > 1:
         return tl.multiple_of(body_ptr + group * WIDTH + tl.arange(0, WIDTH)[None, :], (1, 16))
     else:
@@ -91,7 +91,7 @@ def _addresses(body_ptr, group, stride, WIDTH: tl.constexpr):
 def _load_tiles(
     body_ptr, first, last, stride, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """The DEPTH tiles of x that start at group `first`, as a tuple; zero from group `last` on."""
+    """The DEPTH tiles of x from group `first` on, as a tuple; zero from group `last` on."""
     WIDTH: tl.constexpr = VEC // 2 if body_ptr.dtype.element_ty == tl.int32 else VEC
     tiles = ()
     for k in tl.static_range(DEPTH):
@@ -103,9 +103,9 @@ def _load_tiles(
 
 @triton.jit
 def _unpack(tile, flip):
-    """A loaded tile as float32 [LANES, VEC], negated where `flip`.
+    """A loaded tile as float32 [LANES, VEC], negated if `flip`.
 
-    A word holds two bf16; each becomes float32, sign included, by one integer operation, where taking the word
+    A word holds two bf16. One integer operation makes each of them float32, sign included; taking the word
     apart, converting and multiplying by the sign would be three.
     """
     if tile.dtype == tl.int32:
@@ -139,7 +139,7 @@ def _unpack(tile, flip):
 
 @triton.jit
 def _floor(rate):
-    """Where exp2(log2(e) rate d) is 0 for all d <= floor; finite for rate = 0."""
+    """exp2(log2(e) rate d) is 0 for all d up to this number; finite for rate = 0."""
     return -tl.minimum(200.0 / (rate * LOG2E), LARGEST)
 
 
@@ -164,7 +164,7 @@ def _absorb(
     MASKED: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
     MEAN: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles at group `begin`, up to group `end` where MASKED, to the sums [LANES] of `count` elements."""
+    """Adds the tiles from group `begin` on, up to group `end` if MASKED, to the sums [LANES] of `count` elements."""
     top = peak
     for k in tl.static_range(DEPTH):
         x = _unpack(tiles[k], flip)
@@ -209,7 +209,7 @@ def _store_stats(
     row, peak_ptr, log_sum_ptr, mean_ptr, total_ptr, top, mass, first, spread, flip, rate,
     MEAN: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Writes the four outputs of one row, NaN to those that were not asked for."""
+    """Writes the four outputs of one row, NaN to those not requested."""
     nan = float("nan")
     largest = rate * top
     empty = largest == -float("inf")
@@ -223,7 +223,7 @@ def _store_stats(
 
 @triton.jit
 def _store_part(slot, plane, peak, mass, first, spread, count):
-    """Writes the sums of one part into the five planes that `slot` begins."""
+    """Writes the sums of one part into the five planes starting at `slot`."""
     tl.store(slot, peak)
     tl.store(slot + plane, mass)
     tl.store(slot + plane * 2, first)
@@ -233,7 +233,7 @@ def _store_part(slot, plane, peak, mass, first, spread, count):
 
 @triton.jit
 def _load_scale(scale_ptr, row, scale_stride, scaled, factor):
-    """factor * scale[row]; scale is not looked at where `scaled` is 0."""
+    """factor * scale[row]; scale is not read if `scaled` is 0."""
     return factor * tl.load(
         scale_ptr + row.to(tl.int64) * scale_stride, mask=scaled != 0, other=1.0
     )
@@ -380,7 +380,7 @@ def _scalars(values_ptr, COUNT: tl.constexpr):
 
 @triton.jit
 def _silenced(terms, K: tl.constexpr):
-    """The coefficients, all 0 in a term whose a and b are 0 (NaN is not): x is not looked at then."""
+    """The coefficients, all 0 in a term with a = b = 0 (NaN is not 0): x does not matter then."""
     values = ()
     for k in tl.static_range(5 * K):
         a = terms[5 * (k // 5) + 3]
@@ -391,7 +391,7 @@ def _silenced(terms, K: tl.constexpr):
 
 @triton.jit
 def _one_hots(index_ptr, weight_ptr, vocab, M: tl.constexpr):
-    """M columns (-1 where outside [0, V)) and M weights, as two tuples of scalars."""
+    """M columns (-1 if outside [0, V)) and M weights, as two tuples of scalars."""
     columns = ()
     weights = ()
     for k in tl.static_range(M):
@@ -422,7 +422,7 @@ def _exponential_term(x, scale, center, shift, a, b, SOFTMAX: tl.constexpr):
     else:
         z = tl.where(scale == 0.0, 0.0, scale * (x - center))
         value = tl.exp2((z - shift) * LOG2E) * (a + b * z)
-        null = shift * 0.0 - float("inf")  # NaN, which no z is, where there is no softmax
+        null = shift * 0.0 - float("inf")  # NaN, unlike every z, without a softmax
         value = tl.where(z == null, 0.0, value)
     return value
 
@@ -434,7 +434,8 @@ def _value(
 ):  # fmt: skip
     """The row normal form of float32 x at the columns `column`, all of them in [low, high).
 
-    In this order: p - 1 cancels in a row whose token is certain, and what is affine would be rounded as 1 is.
+    The order matters: p - 1 cancels in a row with a certain token, and an affine term added before would be rounded
+    to the digits of 1.
     """
     f, center, e = affine
     value = tl.zeros(x.shape, tl.float32)

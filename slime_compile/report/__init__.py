@@ -5,7 +5,7 @@
     page      the same as HTML
     places    short paths of files, notebook cells by number
     record    one graph during compilation
-    aside     graphs without our operators, beside torch's compile cache
+    aside     graphs without our operators, in files next to torch's compile cache
     process   all graphs this process has compiled or loaded from torch's compile cache: `reports`, `summary`
 
 `text` reads plain values, `values` calls `text` and `page`; no file of this folder imports the names below.

@@ -1,7 +1,7 @@
 """Reports of graphs without an operator of ours to carry them through torch's compile cache.
 
-Entry points: `keep` and `kept`. A file for each graph lies beside the code that torch keeps of it, named by the graph's
-identity. Where it is gone, or the code came from a cache that machines share, nothing is known of the graph.
+Entry points: `keep` and `kept`. Each graph has a file next to torch's cached code, named by the graph's identity. If
+the file is gone, or the code came from a cache shared by machines, the graph has no report.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from pathlib import Path
 
 
 def keep(identity: str, regions: Sequence[str]) -> None:
-    """What the report of a graph is made of; a cache that cannot be written to is none."""
+    """Stores the regions of a graph's report. A read-only cache stores nothing."""
     path = _path(identity)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as written:
             json.dump(list(regions), written)
-        os.replace(written.name, path)  # other processes read a whole file or none
+        os.replace(written.name, path)  # other processes read a complete file or none
 
 
 def kept(identity: str) -> list[str]:
-    """What `keep` was given, in this process or another one."""
+    """The regions stored by `keep`, in this process or another one."""
     try:
         found: list[str] = json.loads(_path(identity).read_text())
     except (OSError, ValueError):

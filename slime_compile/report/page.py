@@ -1,4 +1,4 @@
-"""A report's dict as HTML: `fragment` for a notebook's cell, `document` for a file that needs nothing else."""
+"""A report's dict as HTML: `fragment` for a notebook's cell, `document` for a self-contained file."""
 
 from html import escape
 

@@ -1,6 +1,6 @@
-"""Places in the code as a person reads them: short paths, and cells of a notebook by their number.
+"""Places in the code for people: short paths, and cells of a notebook by their number.
 
-Entry point: `shortened`. Programs read whole paths (`Report.to_dict`).
+Entry point: `shortened`. Programs read absolute paths (`Report.to_dict`).
 """
 
 import re
@@ -26,7 +26,7 @@ def _cell(found: re.Match[str]) -> str:
 
 
 def _number(file: str) -> str:
-    """The number of the cell whose code has this name, or "" where IPython does not say."""
+    """The number of the cell with this code name, or "" if IPython does not know it."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     label = getattr(getattr(shell, "compile", None), "format_code_name", lambda name: None)(file)

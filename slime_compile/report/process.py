@@ -26,7 +26,7 @@ _lock = threading.Lock()
 
 
 def keep(new: Record) -> Record:
-    """From now on `reports` tells of this graph; it gets the number by which `record` finds it."""
+    """Adds this graph to `reports`; it gets its number, the key of `record`."""
     harvest()
     with _lock:
         new.number = len(_records)
@@ -40,7 +40,7 @@ def record(number: int) -> Record:
 
 
 class Reports(list[Report]):
-    """A list whose error says why it is empty."""
+    """A list whose error explains why it is empty."""
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, int) and not self:
@@ -71,7 +71,7 @@ def reports() -> list[Report]:
 
 
 def _with_earlier_breaks(ordered: Iterable[tuple[str, Report]]) -> Iterator[Report]:
-    """What a function goes on with after a graph break is told of that break, too.
+    """The parts of a function after a graph break have that break in their reports, too.
 
     Args:
         ordered: reports, each with Dynamo's name of its frame, "name (file)".

@@ -1,14 +1,14 @@
 """One graph's report during compilation: from the passes, or from torch's compile cache.
 
-Entry points: `Record`, written by the backend and read by `process.reports`; `describe`, a graph that `fuse` has seen.
+Entry points: `Record`, written by the backend and read by `process.reports`; `describe`, for a graph after `fuse`.
 
 NOTE [How a report survives the compile cache]
 On a hit in torch's compile cache no pass runs. So the report of a graph, as compact JSON, is the `region` argument of
-its first fused operator, is thereby part of the generated code, and comes back when the operator is called: the first
-call of loaded code tells which regions are its own. Where forward has no fused operator (backward recomputes all), the
-graph that Dynamo asked us to compile tells by its `identity`; where no operator carries it, a file (`aside.py`).
-Quotes are written as in an address, since inductor's C++ wrapper puts text between quotes as it is (torch 2.13). Lines
-are those of this process: a region says at which node of Dynamo's graph each of its lines was found.
+its first fused operator. It is thereby part of the generated code, and the operator's first call delivers it. If
+forward has no fused operator (backward recomputes all), the `identity` of Dynamo's graph is the link; if no operator
+carries the report, a file does (`aside.py`). Quotes are written as in a URL, because inductor's C++ wrapper does not
+escape text between quotes (torch 2.13). Lines belong to this process: a region stores, for each line, its node of
+Dynamo's graph.
 """
 
 import collections
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 
 class Record:
-    """What is known so far about one graph that Dynamo asked for; written by the backend, read by `reports`.
+    """The facts so far about one graph from Dynamo; written by the backend, read by `reports`.
 
     Attributes:
         name: the user's function and its file.
-        identity: the same for the same graph and options in every process.
-        held: inputs that may not be overwritten, and why.
-        unkeyed: what the compiled code depends on and torch's cache does not know.
-        lines: the user's line of each node of Dynamo's graph, "" where there is none.
+        identity: equal for the same graph and options in every process.
+        held: inputs that must not be overwritten, and the reason.
+        unkeyed: facts in the compiled code, but not in the key of torch's cache.
+        lines: the user's line of each node of Dynamo's graph, or "".
         ended_by: the graph break after this graph.
         compile_id: torch's number of this compilation.
         has_vocabulary: a value of Dynamo's graph is as wide as one.
@@ -53,7 +53,7 @@ class Record:
         one_chunk: all rows of a loop over rows fit into one chunk, so there is none.
         training: a graph of it has a backward part.
         abandoned: the fused graph could not be compiled; the passes leave it alone.
-        raised: what ended the compilation, if anything did.
+        raised: the error that ended the compilation, or "".
         cached_as: the identities under which its code counts its calls.
     """
 
@@ -109,7 +109,7 @@ class Record:
         return any(part.collectives_before for part in self._parts)
 
     def abandon(self, cause: str) -> None:
-        """The graph will be compiled as it was; what the passes have told is not what runs."""
+        """The graph will be compiled unchanged; the passes' reports do not describe the running code."""
         self.abandoned = True
         self._parts, self.placements, self._aside = [], [], {}
         self.grad_in_forward = False
@@ -122,7 +122,7 @@ class Record:
         self.placements = list(placements)
 
     def place_of(self, number: int) -> str:
-        """The name under which the gradient of that number counts its calls."""
+        """The name under which gradient `number` counts its calls."""
         return _place(self.identity, number)
 
     def fail(self, cause: str) -> None:
@@ -138,22 +138,22 @@ class Record:
         self.called = True
 
     def graph_region(self, part: GraphReport) -> str:
-        """A graph's report as the text that travels in the generated code."""
+        """A graph's report as text in the generated code."""
         used = {v.source for v in part.values} | {r.source for r in part.rejections}
         at = {line: self.lines.index(line) for line in sorted(used) if line in self.lines}
         return self._region({"graph": dataclasses.asdict(part), "at": at})
 
     def keep_aside(self, region: str) -> None:
-        """A region that no operator carries through torch's compile cache."""
+        """Keeps a region that no operator carries through torch's compile cache."""
         self._aside[region] = None
 
     def write_aside(self) -> None:
-        """The regions that were kept aside, where a later process finds them."""
+        """Writes the regions kept aside, for later processes."""
         if self._aside and self.has_vocabulary:
             aside.keep(self.identity, list(self._aside))
 
     def placements_region(self) -> str:
-        """The same for what is in place."""
+        """The same for gradients in place."""
         at = {
             p.source: self.lines.index(p.source) for p in self.placements if p.source in self.lines
         }
@@ -208,7 +208,7 @@ class Record:
         return GraphReport(self.name, notes=notes, has_vocabulary=wide, cached=True, unknown=wide)
 
     def _run(self, identity: str, placements: Sequence[Placement]) -> list[Placement]:
-        """With what has been decided at run time since this record was made."""
+        """With the decisions at run time since this record was made."""
         return [
             p.run(_since(ops.placements.get(place), self._earlier.get(place)))
             for place, p in ((_place(identity, i), p) for i, p in enumerate(placements))
@@ -235,7 +235,7 @@ class Record:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Notes what the compilation raises, which goes on to Dynamo."""
+        """Notes an error of the compilation; it goes on to Dynamo."""
         try:
             yield
         except Exception as error:
@@ -254,7 +254,7 @@ class Record:
             "artifact",
             metadata_fn=lambda: {"name": "slime_fused_report", "encoding": "json"},
             payload_fn=lambda: json.dumps(result.to_dict()),
-            expect_trace_id=False,  # loaded code tells at its first call
+            expect_trace_id=False,  # loaded code reports at its first call
         )
 
 
@@ -263,32 +263,32 @@ def _place(identity: str, number: int) -> str:
 
 
 def _compiled(placement: Placement) -> dict[str, Any]:
-    """What is known of a gradient when it is compiled."""
+    """The facts about a gradient at compile time."""
     names = ("source", "in_place", "reason", "owner")
     return {name: getattr(placement, name) for name in names}
 
 
 def _since(now: ops.Placed | None, earlier: ops.Placed | None) -> ops.Placed | None:
-    """An equal graph that was compiled earlier, too, counts under the same name."""
+    """An equal graph compiled earlier counts under the same name, too."""
     if now is None or earlier is None:
         return now
     return ops.Placed(now.over - earlier.over, now.beside - earlier.beside, now.last)
 
 
 def _uncounted(placements: Iterable[Placement]) -> list[str]:
-    """One note, where counting gave no clear answer."""
+    """One note, if counting gave no clear answer."""
     reasons = [p.reason for p in placements if UNCLEAR in p.reason]
     return [f"consume_logits='auto' overwrites nothing here: {reasons[0]}"] if reasons else []
 
 
 def _parsed(regions: Iterable[str]) -> list[dict[str, Any]]:
-    """Ours; who calls an operator by hand may name its region as they like."""
+    """Our regions. A caller of an operator by hand may choose any region."""
     return [_fields(region) for region in regions if region.startswith("{%22")]
 
 
 @functools.cache
 def _fields(region: str) -> dict[str, Any]:
-    """To be read only: each report of a process asks again what all its regions tell."""
+    """Read-only: each report of a process reads all its regions again."""
     fields: dict[str, Any] = json.loads(urllib.parse.unquote(region))
     return fields
 
@@ -330,12 +330,12 @@ def _graph_from(fields: dict[str, Any]) -> GraphReport:
 
 
 def _waits_for_placements(part: GraphReport) -> bool:
-    """A gradient of logits that are no chunks may be written over them, of which backward's code tells."""
+    """A gradient of logits outside of chunks may overwrite them; backward's code tells."""
     return sum(v.kind == "gradient" for v in part.values) > part.chunked_heads
 
 
 def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> GraphReport:
-    """The report of a graph that `fuse` has seen; `operators` fused operators are in it now."""
+    """The report of a graph after `fuse`, with `operators` fused operators."""
     values = collections.Counter(
         (f.kind, f.source, f"[{', '.join(map(str, f.shape))}]", str(f.dtype).removeprefix("torch."))
         for f in outcome.fused
@@ -349,7 +349,7 @@ def describe(graph: Graph, outcome: Outcome, operators: int, min_vocab: int) -> 
         values=tuple(Value(*key, count) for key, count in values.items()),
         rejections=outcome.rejections,
         notes=outcome.notes,
-        # where the logits are never whole, no value may be as wide
+        # without full logits, no value may be as wide
         has_vocabulary=outcome.chunked_heads > 0
         or any(is_wide(n.meta.get("val"), min_vocab) for n in graph.nodes),
     )
@@ -361,6 +361,6 @@ def is_wide(value: object, min_vocab: int) -> bool:
 
 
 def outermost_frame(stack_trace: str) -> str:
-    """The compiled function and its file, or ""; without a line, which would move with every edit above it."""
+    """The compiled function and its file, or ""; without a line, because every edit above would move it."""
     found = frames(stack_trace)
     return f"{found[0][2]} ({found[0][0]})" if found else ""

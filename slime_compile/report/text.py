@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from slime_compile.report.places import shortened
 
 Fields = dict[str, Any]
-"""Of a report, a graph or a frame: what `Report.to_dict` holds."""
+"""A report, a graph or a frame, from `Report.to_dict`."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -26,7 +26,7 @@ class Section(NamedTuple):
 
 
 def render(report: Fields) -> str:
-    """The whole report, from `Report.to_dict()`; never empty."""
+    """The complete report, from `Report.to_dict()`; never empty."""
     lines = []
     for section in sections(report):
         lines += ["", section.title]
@@ -36,7 +36,7 @@ def render(report: Fields) -> str:
 
 
 def sections(report: Fields) -> list[Section]:
-    """What a person reads, in order; the first is a headline. `notes` come after them."""
+    """The parts of the text, in order; the first is a headline. `notes` come after them."""
     graphs = report["graphs"]
     found = [Section(headline(report))]
     for number, graph in enumerate(graphs, 1):
@@ -82,7 +82,7 @@ def _title(graph: Fields) -> str:
 
 
 def _named(frame: str) -> str:
-    """What Dynamo names after the function that it is the rest of, after a graph break."""
+    """Dynamo's name of a function's rest after a graph break, in words."""
     rest = re.match(r"torch_dynamo_resume_in_(.+)_at_(\d+) (.*)", frame)
     return f"{rest[1]} {rest[3]} from line {rest[2]} on" if rest else frame
 
@@ -120,12 +120,12 @@ def _graph(graph: Fields) -> list[str | Table]:
 
 
 def _stored(graph: Fields) -> str:
-    """Where it is said that values are left: how many are more than a part of a kernel."""
+    """If unfused values exist: the number of values in memory, in contrast to parts of a kernel."""
     return f" ({graph['stored']} stored)" if graph["stored"] or graph["wide_after"] else ""
 
 
 def _placed(gradient: Fields) -> str:
-    """Where a gradient is written."""
+    """The memory of a gradient."""
     calls, over, reason = gradient["calls"], gradient["over"], gradient["reason"]
     asks = gradient["owner"] == "anyone"
     if not calls:
@@ -152,7 +152,7 @@ def _indented(lines: str) -> list[str]:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines, with a header; by `tabulate` where it is installed."""
+    """Lines, with a header; by `tabulate` if it is installed."""
     if importlib.util.find_spec("tabulate") is not None:
         from tabulate import tabulate
 

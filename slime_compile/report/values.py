@@ -46,7 +46,7 @@ class Placement:
     over: int = 0
 
     def run(self, placed: Placed | None) -> "Placement":
-        """With what its calls have decided."""
+        """With the decisions of its calls."""
         if not self.owner:
             return self
         if placed is None or not placed.calls:
@@ -63,10 +63,10 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
-    """One graph. Bytes and shapes may be symbolic; `saved_bytes_*` are then those of the sizes it was traced with.
+    """One graph. Bytes and shapes may be symbolic; `saved_bytes_*` are then those of the sizes during tracing.
 
-    Of an `unknown` one, from torch's compile cache, nothing says what was fused or left. The compilation of one that
-    `raised` has ended: Dynamo runs that code in Python, or makes other graphs of it.
+    `unknown`: from torch's compile cache, without any report. `raised`: its compilation ended with an error, and Dynamo
+    runs the code in Python, or in other graphs.
     """
 
     name: str
@@ -99,7 +99,7 @@ class GraphReport:
 
     @property
     def full_vocabulary_left(self) -> int:
-        """Full-vocabulary values that the graph still stores; where nothing was fused, what was refused."""
+        """Full-vocabulary values stored by the graph; without any fused operator, the number of refusals."""
         if self.operators:
             return self.stored
         return len(self.rejections) if self.has_vocabulary else 0

@@ -17,8 +17,8 @@ __all__ = ["first_fit_decreasing", "karmarkar_karp"]
 def first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[int]:
     """Longest first, each into the first partition with room; returns each sequence's partition.
 
-    A tournament tree over the partitions' room finds that one in log time; equal lengths, which
-    100,000 sequences have many of, fill it together.
+    A tournament tree over the partitions' room finds that one in log time. Equal lengths, frequent among
+    100,000 sequences, fill it together.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     partition_of = [0] * len(lengths)
@@ -53,7 +53,7 @@ def first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[int]:
 def _room_tree(taken: list[int], lengths: Sequence[int], max_tokens: int) -> list[int]:
     """A complete binary tree, `tree[1]` its root: the most room below each node.
 
-    `taken` is the room of the first leaves; there are enough others: no two micro-batches fit into
+    `taken` is the room of the first leaves. There are enough others: any two micro-batches together exceed
     one, so fewer are needed than twice the tokens' worth.
     """
     most_needed = min(len(lengths), 2 * -(-sum(lengths) // max_tokens))
@@ -71,9 +71,9 @@ def karmarkar_karp(lengths: Sequence[int], count: int) -> tuple[list[int], int]:
     """`count` partitions with nearly equal tokens: each sequence's, and the most tokens of one.
 
     The largest differencing method (Karmarkar and Karp, 1982): every sequence begins as a partial
-    solution; the two that are most uneven are joined, the fullest bin of one with the emptiest of
-    the other, until one is left. Joining costs the size of the smaller, so that n sequences take
-    about n log(n), not n * count.
+    solution. The two most uneven ones are joined, the fullest bin of one with the emptiest of the other,
+    until one remains. Joining costs the size of the smaller, so n sequences take about n log(n), not
+    n * count.
     """
     if count <= 1:
         return [0] * len(lengths), sum(lengths)
@@ -88,7 +88,7 @@ def karmarkar_karp(lengths: Sequence[int], count: int) -> tuple[list[int], int]:
             current.add(singles.pop())
         else:
             current = current.joined(heappop(partials)[2])
-        # The most uneven goes on. Usually that is still `current`.
+        # The most uneven one is next. Usually that is still `current`.
         longest = lengths[singles[-1]] if singles else -1
         most_uneven = -partials[0][0] if partials else -1
         if current.spread < max(longest, most_uneven):
@@ -108,7 +108,7 @@ class _Chains:
         self.bits = len(lengths).bit_length()
         self.singles = [length << self.bits | index for index, length in enumerate(lengths)]
         self.following = [-1] * len(lengths)
-        self.last = list(range(len(lengths)))  # of the chain that begins at an index
+        self.last = list(range(len(lengths)))  # of the chain starting at an index
 
     def tied(self, one: int, other: int) -> int:
         """The bin with the sequences of both."""
@@ -129,14 +129,14 @@ class _Chains:
 
 
 class _Partial:
-    """Some of the sequences in `count` bins, of which the empty ones are not stored."""
+    """Some of the sequences in `count` bins; empty bins are not stored."""
 
     __slots__ = ("bins", "chains", "count", "fullest")
 
     def __init__(self, chains: _Chains, count: int, index: int) -> None:
         self.chains = chains
         self.count = count
-        self.bins = [chains.singles[index]]  # a heap where no bin is empty: fewest tokens first
+        self.bins = [chains.singles[index]]  # a heap if no bin is empty: fewest tokens first
         self.fullest = self.bins[0]
 
     @property

@@ -1,11 +1,11 @@
 """One line of log per training step: peak memory, tokens, vocabulary.
 
-Entry point: `memory_probe`, off unless `SLIME_MEM_PROBE` is set (or `enabled=True`), and then one
+Entry point: `memory_probe`, off unless `SLIME_MEM_PROBE` is set (or `enabled=True`); off, it costs one
 look at the environment. On CUDA the numbers are the allocator's, and a probe within a probe is
-measured too. On the CPU, where torch keeps no peak, they are the profiler's memory events of the
-thread that runs the step: good for small runs, not free.
+measured too. On the CPU torch records no peak: the numbers are the profiler's memory events of the
+thread running the step, which is good for small runs and not free.
 
-Not handled: memory that torch does not allocate (NCCL's buffers, CUDA's context), apart from the
+Not handled: memory from outside of torch (NCCL's buffers, CUDA's context), apart from the
 host's resident set.
 """
 
@@ -28,7 +28,7 @@ ENVIRONMENT = "SLIME_MEM_PROBE"
 _OFF_WORDS = ("", "0", "false", "off", "no")
 _GIB = 2**30
 
-_autograd: Any = torch.autograd  # what is used of it is not in its type stubs
+_autograd: Any = torch.autograd  # its type stubs lack the functions used here
 _logger = logging.getLogger(__name__)
 
 
@@ -86,9 +86,9 @@ def _gib(size: int | None) -> str:
 
 
 class Probe(Protocol):
-    """What `with memory_probe(...) as probe` gives."""
+    """The context manager of `memory_probe`."""
 
-    record: MemoryRecord | None  # after the step; None while it runs and where the probe is off
+    record: MemoryRecord | None  # after the step; None while it runs, and if the probe is off
 
     def saw(self, logits: Tensor) -> None:
         """Counts the rows of `[..., V]` logits as tokens of the step."""
@@ -212,7 +212,7 @@ class _MemoryProbe:
 
 
 class _CudaMeter:
-    """The allocator's peaks. They are one per device, so probes that are open share what they see."""
+    """The allocator's peaks. They are one per device, so nested probes share them."""
 
     _open: ClassVar[list["_CudaMeter"]] = []
 
@@ -242,7 +242,7 @@ class _CudaMeter:
 
 
 class _CpuMeter:
-    """The profiler's memory events. There is one profiler: none is left within another's run."""
+    """The profiler's memory events. There is one profiler, so a nested probe has no events of its own."""
 
     allocated_before: int | None = None
     peak_reserved: int | None = None
@@ -271,7 +271,7 @@ class _CpuMeter:
 
 
 def _allocations(results: Any) -> list[Any]:
-    """What was allocated and freed on the CPU, in order; each has an address and a size, below 0 for freed."""
+    """Allocations and frees on the CPU, in order; each has an address and a size, below 0 for a free."""
     found, events = [], list(results.experimental_event_tree())
     while events:
         event = events.pop()
@@ -283,7 +283,7 @@ def _allocations(results: Any) -> list[Any]:
 
 
 def _peak_of(allocations: list[Any]) -> int:
-    """Most bytes at one time; what was there before is not counted, nor that it is freed."""
+    """Most bytes at one time; memory from before is not counted, nor its free."""
     sizes: dict[int, int] = {}
     held = peak = 0
     for each in allocations:

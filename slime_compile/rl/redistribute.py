@@ -6,13 +6,13 @@ attention (see `packed.Packing`). `redistribute_to_zigzag` moves them, different
 all-reduce for all samples and names in the forward and one in the backward.
 
 NOTE [Why every rank or none has a backward collective]
-A collective that only some ranks enter hangs the others, or is paired with an unrelated one.
-Whether autograd runs a backward is decided by each rank's own `requires_grad`, and that differs: a
-rank without a response has nothing to differentiate, and in slime (#1822) an entropy computed under
-`no_grad` where there were responses met zeros made with `requires_grad=True` where there were none.
-So nothing here is decided from what one rank holds. The forward's all-reduce carries, beside the
-values, how many ranks track a gradient of each name. Every rank reads the same sums and gives its
-result the same `requires_grad`, as outputs of one autograd node for all names: its backward is
+A collective entered by some ranks only hangs the others, or is paired with an unrelated one.
+Autograd runs a backward depending on each rank's own `requires_grad`, and that differs: a
+rank without a response has nothing to differentiate. In slime (#1822) ranks with responses computed
+an entropy under `no_grad`, and ranks without had zeros with `requires_grad=True`.
+So no decision here depends on one rank's values. The forward's all-reduce carries, next to the
+values, the number of ranks tracking a gradient of each name. Every rank reads the same sums and gives
+its result the same `requires_grad`, as outputs of one autograd node for all names: its backward is
 entered on all ranks or on none. Errors travel the same way, and every rank raises.
 
 The caller's part: all ranks call with the same names, lengths, group and grad mode, and each runs
@@ -37,8 +37,8 @@ from slime_compile.rl.packing import Packing
 
 Values = Mapping[str, Sequence[Tensor | None] | None]
 
-# Values travel as float64, which is exact for each of these: a rank that holds none of a name's
-# values cannot know which of them the others hold.
+# Values travel as float64, which is exact for each of these dtypes: a rank without a name's values
+# does not know the dtype of the other ranks.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WIRE = torch.float64
 
@@ -109,9 +109,9 @@ class _Plan:
     """Places in the responses of all samples, one after another: `tokens` of them."""
 
     tokens: int
-    source: Tensor  # [n] int64, the places this rank holds before
+    source: Tensor  # [n] int64, the places on this rank before
     source_lengths: list[int]  # of each sample
-    zigzag: Tensor  # [m] int64, the places this rank holds after
+    zigzag: Tensor  # [m] int64, the places on this rank after
     zigzag_lengths: list[int]
 
     @staticmethod
@@ -143,13 +143,13 @@ def _lengths(slices: list[tuple[ResponseSlice, ...]]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all ranks know after the forward's all-reduce, the same on each; by row of the body."""
+    """The result of the forward's all-reduce, equal on all ranks; by row of the body."""
 
-    failed: list[int]  # ranks whose values are wrong
+    failed: list[int]  # ranks with wrong values
     listed: list[bool]  # the name is not None on some rank
     tracked: list[bool]  # some rank's values require a gradient
     missing: list[bool]  # the name is None on a rank that holds responses
-    dtypes: list[list[torch.dtype]]  # of the values, which should be one
+    dtypes: list[list[torch.dtype]]  # of the values; it should be one
 
     @staticmethod
     def local(
@@ -215,7 +215,7 @@ def _flat(
     """One name's values on this rank, `[n]`, requiring a gradient as all ranks agreed.
 
     Empty tensors stay in: they attach a rank without a response to its own model, whose backward
-    may hold collectives too.
+    may have collectives too.
     """
     held = [value for value in listed or () if value is not None]
     nothing = torch.zeros(0, dtype=agreed.dtype(row), device=device)
@@ -266,7 +266,7 @@ class _Move(torch.autograd.Function):
 
 
 def _checked_group(packing: Packing, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Checks of what the program makes equal on all ranks: these may raise at once."""
+    """Checks of values that the program makes equal on all ranks: these may raise at once."""
     if packing.context_parallel != "all_gather":
         raise ValueError(
             "`packing.context_parallel` must be 'all_gather', the layout to move from, "
@@ -283,7 +283,7 @@ def _checked_group(packing: Packing, group: dist.ProcessGroup | None) -> dist.Pr
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where `group` can reduce a tensor: the current GPU for NCCL, else the CPU."""
+    """A device on which `group` can reduce: the current GPU for NCCL, else the CPU."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -298,7 +298,7 @@ def _device(values: Values, group: dist.ProcessGroup) -> torch.device:
 
 
 def _problem(values: Values, plan: _Plan, packing: Packing, group: dist.ProcessGroup) -> str | None:
-    """What is wrong on this rank, found before the collective and told to the others in it."""
+    """An error on this rank, found before the collective and sent to the others in it."""
     if packing.cp_rank != group.rank():
         return (
             f"`packing.cp_rank` must be the rank in `group`, {group.rank()}, got {packing.cp_rank}"

@@ -36,10 +36,10 @@ __all__ = [
 
 
 def check_rows(rows: Sequence[int], target: Tensor, temperature: float | Tensor) -> None:
-    """Checks what there is one of for each row; before the first collective, so that no rank waits for one that raised.
+    """Checks the values of each row, before the first collective, so that no rank waits for one that raised.
 
     Raises:
-        ValueError: a shape, a dtype or the temperature is not as the public functions say.
+        ValueError: a shape, a dtype or the temperature disagrees with the public functions' docstrings.
     """
     if target.dtype == torch.bool or target.dtype.is_floating_point or target.dtype.is_complex:
         raise ValueError(f"`target` must have an integer dtype, got {target.dtype}")
@@ -81,17 +81,17 @@ def _expands(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 def columns_of(
     target: Tensor, vocab: int, group: dist.ProcessGroup | None, vocab_start: int | None
 ) -> Tensor:
-    """[..., 1] int64: the target's column in this shard; outside [0, vocab) where another one has it."""
+    """[..., 1] int64: the target's column in this shard; outside [0, vocab) if another shard has it."""
     if group is not None and vocab_start is None:
         vocab_start = dist.get_rank(group) * vocab
     return target.to(torch.int64).unsqueeze(-1) - (vocab_start or 0)
 
 
 def check_columns(column: Tensor, vocab: int, of: str) -> None:
-    """On the CPU, where looking does not wait for a device.
+    """On the CPU, because there looking does not wait for a device.
 
     Raises:
-        IndexError: naming a column outside [0, vocab); `of` says whose size that is.
+        IndexError: with a column outside [0, vocab); `of` names the tensor with this vocabulary.
     """
     if column.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -117,14 +117,14 @@ def scale_of(temperature: float | Tensor, target: Tensor, dtype: torch.dtype) ->
 
 
 def inside(column: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Which columns lie in [0, vocab), and the columns with 0 in place of the others."""
+    """A mask of the columns in [0, vocab), and the columns with 0 in place of the others."""
     found = (column >= 0) & (column < vocab)
     return found, column.where(found, 0)
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Of the whole vocabulary, each [..., 1] in the compute dtype; `scale` is 1 / temperature."""
+    """Statistics of the full vocabulary, each [..., 1] in the compute dtype; `scale` is 1 / temperature."""
 
     scale: Tensor
     peak: Tensor
@@ -141,7 +141,7 @@ class RowStatistics:
         found: Tensor,
         group: dist.ProcessGroup | None,
     ) -> RowStatistics:
-        """From (peak, log_sum, mean) of this shard and the logit at each target that it has (`found`)."""
+        """From (peak, log_sum, mean) of this shard and the logit at each of its targets (`found`)."""
         absent = torch.nan if group is None else -torch.inf
         of_shard = torch.stack([*stats, picked.to(scale.dtype).where(found, absent)])
         if group is None:
@@ -161,7 +161,7 @@ class RowStatistics:
     def outputs(
         self, ctx: Any, with_entropy: bool, entropy_grad: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """What a forward returns."""
+        """A forward's results."""
         if not with_entropy:
             return self.log_probs, None
         entropy = self.entropy
@@ -179,11 +179,11 @@ def _all_gather(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _combine(shards: Tensor, scale: Tensor) -> Tensor:
-    """The whole vocabulary's (peak, log_sum, mean, target logit) [4, ...] from the shards' [ranks, 4, ...]."""
+    """The full vocabulary's (peak, log_sum, mean, target logit) [4, ...] from the shards' [ranks, 4, ...]."""
     peaks, log_sums, means, target_logits = shards.unbind(1)
     peak = peaks.amax(0)
     offset = scale * (peaks - peak)
-    mass = (offset + log_sums).exp()  # of each shard, 0 where it holds nothing but -inf
+    mass = (offset + log_sums).exp()  # of each shard, 0 for a shard of -inf only
     sum_exp = mass.sum(0)
     mean = torch.where(mass == 0, 0.0, mass * (means + offset)).sum(0) / sum_exp
     return torch.stack([peak, sum_exp.log(), mean, target_logits.amax(0)])
@@ -194,7 +194,7 @@ def _combine(shards: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The logits' gradient in row normal form, but for its columns: what `row_grad` takes (docs/ops.md)."""
+    """The logits' gradient in row normal form, without its columns: arguments of `row_grad` (docs/ops.md)."""
 
     terms: Tensor
     affine: Tensor
@@ -210,7 +210,7 @@ class Coefficients:
     ) -> Coefficients:
         """scale * (grad_log_probs * (onehot - p) - grad_entropy * p * (z - mean)) with z = scale * (logits - peak).
 
-        `statistics` are peak, log_sum and mean of the whole vocabulary.
+        `statistics` are peak, log_sum and mean of the full vocabulary.
         """
         peak, log_sum, mean = statistics
         none = torch.zeros_like(peak)

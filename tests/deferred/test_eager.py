@@ -199,10 +199,10 @@ def test_computed_once_and_reported_once(tokens: Tensor, caplog: pytest.LogCaptu
     assert dict(handle.places.counts) == {place: 2}
     (told,) = [r.getMessage() for r in caplog.records if r.name.startswith("slime_compile")]
     assert told == (
-        f"deferred logits of lm_head are computed whole at {place}: not in a function under torch.compile"
+        f"deferred logits of lm_head are computed in full at {place}, outside torch.compile"
     )
     assert str(handle).splitlines() == [
-        "logits of lm_head: handed out 2 times by eager code without being made "
+        "logits of lm_head: returned 2 times in eager code without being computed "
         "(calls within compiled code are not counted)",
         shortened(f"  computed 2 times at {place}"),
     ]

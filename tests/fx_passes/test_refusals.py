@@ -52,7 +52,7 @@ def short(text: str, target: Any, *args: Any, **kwargs: Any) -> None:
 # ---------------------------------------------------------------- values
 
 
-@refused("a value is written over one of another shape")
+@refused("a value overwrites one of another shape")
 def spread_by_a_copy(s: Scratch, x: Node) -> Any:
     into = s.call(aten.full.default, [2, 3, VOCAB], 0.0, dtype=torch.float32, device="cpu")
     return s.call(aten.copy.default, into, exponential(s, x))
@@ -94,7 +94,7 @@ def rows(s: Scratch, *shape: int) -> Node:
 # ---------------------------------------------------------------- the algebra
 
 
-@refused("values over two different logits meet")
+@refused("values over two different logits are combined")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.mul.Tensor, x, other(s))
 
@@ -141,13 +141,13 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.amax.default, low, [-1])
 
 
-@refused("a value valid only at a non-zero softmax meets more than that softmax")
+@refused("a value valid only where a softmax is non-zero is used elsewhere")
 def _(s: Scratch, x: Node) -> None:
     itself = s.call(aten.div.Tensor, weighted(s, x), exponential(s, x))
     s.call(aten.amax.default, itself, [-1])
 
 
-@refused("infinite elements of another value than log-probs are asked for")
+@refused("isinf of a value other than log-probs")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.isinf.default, x)
 
@@ -194,7 +194,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), beside)
 
 
-@refused("a part of the maximum is taken away from logits")
+@refused("a part of the maximum is subtracted from logits")
 def _(s: Scratch, x: Node) -> None:
     shifted = s.call(aten.sub.Tensor, x, s.call(aten.amax.default, x, [-1], True))
     s.call(aten.add.Tensor, s.call(aten.mul.Tensor, shifted, 0.01), x)
@@ -312,7 +312,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.where.self, zero_mask(s, x), number(s, torch.inf), exponential(s, x))
 
 
-@refused("where the probability is zero, another value is put to zero")
+@refused("where the probability is zero, another value is set to zero")
 def _(s: Scratch, x: Node) -> None:
     twice = exponential(s, s.call(aten.mul.Tensor, x, 2.0))
     s.call(aten.where.self, zero_mask(s, x), number(s, 0.0), twice)
@@ -357,7 +357,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, half, p)
 
 
-@refused("alpha=0 takes a value out, and with it NaN and infinities")
+@refused("alpha=0 drops a value, and its NaN and infinities with it")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.add.Tensor, x, s.input("rows", (3, 1)), alpha=0)
 
@@ -375,10 +375,10 @@ short("a clamp over the vocabulary changes values", aten.clamp_min.default, 0.0)
 short("rows of full-vocabulary values are summed", aten.sum.dim_IntList, [0])
 short("rows of full-vocabulary values are averaged", aten.mean.dim, [0])
 short("a maximum over other dimensions than the vocabulary", aten.amax.default, [0, 1])
-short("the place of a maximum over other dimensions than the vocabulary", aten.argmax.default, 0)
+short("argmax over other dimensions than the vocabulary", aten.argmax.default, 0)
 
 
-@refused("the place of a maximum of logits plus a number per row")
+@refused("argmax of logits plus a number per row")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.argmax.default, s.call(aten.add.Tensor, x, s.input("rows", (3, 1))), -1)
 
@@ -388,7 +388,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.amax.default, weighted(s, x), [-1])
 
 
-@refused("the place of a maximum of a value that is not a positive multiple of the logits")
+@refused("argmax of a value other than a positive multiple of the logits")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.argmax.default, s.call(aten.neg.default, x), -1)
 
@@ -406,7 +406,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(prims.convert_element_type.default, x, torch.float64)
 
 
-@refused("a number of rounded exponentials is added to the exact ones")
+@refused("a reduction of rounded exponentials is added to exact ones")
 def _(s: Scratch, x: Node) -> None:
     rounded = s.call(prims.convert_element_type.default, exponential(s, x), torch.bfloat16)
     largest = s.call(aten.amax.default, rounded, [-1], True)
@@ -419,18 +419,18 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.bmm.default, batch, rows(s, 2, VOCAB, 4))
 
 
-@refused("softmaxes may be taken without one of their columns, which would cancel")
+@refused("a column may be removed from the softmaxes, and computing the rest would cancel")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter.value, exponential(s, x), -1, hits(s, 3, 1), 0.0)
 
 
-@refused("logits may be taken without one of their columns, which would cancel")
+@refused("a column may be removed from the logits, and computing the rest would cancel")
 def _(s: Scratch, x: Node) -> None:
     others = s.call(aten.where.self, column_mask(s), number(s, 0.0), number(s, 2.0))
     s.call(aten.mul.Tensor, x, others)
 
 
-@refused("logits may be taken without one of their columns, which would cancel")
+@refused("a column may be removed from the logits, and computing the rest would cancel")
 def _(s: Scratch, x: Node) -> None:
     """Of -inf half of it is -inf, and not what is left."""
     others = s.call(aten.where.self, column_mask(s), number(s, 0.5), number(s, 1.0))
@@ -491,7 +491,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.scatter_add.default, x, -1, hits(s, 3, VOCAB), exponential(s, x))
 
 
-@refused("many columns of two index tensors meet")
+@refused("many columns of two index tensors are combined")
 def _(s: Scratch, x: Node) -> None:
     hot = s.call(aten.scatter_add.default, x, -1, hits(s, 3, 3), rows(s, 3, 3))
     s.call(aten.gather.default, hot, -1, hits(s, 3, 3))
@@ -504,7 +504,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.gather.default, masked, -1, hits(s, 3, 2))
 
 
-@refused("a softmax times columns that are rounded where two of a row are the same")
+@refused("a softmax times a sum of one-hot columns, rounded if two columns coincide")
 def _(s: Scratch, x: Node) -> None:
     zeros = s.call(aten.full.default, [3, VOCAB], 0.0, dtype=torch.bfloat16, device="cpu")
     added = s.call(prims.convert_element_type.default, s.input("rows", (3, 2)), torch.bfloat16)
@@ -556,7 +556,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.view.default, zero_mask(s, x), [1, 3, VOCAB])
 
 
-@refused("full-vocabulary rows meet a value without logits, or an unsupported one")
+@refused("rows of logits are combined with a value without logits, or an unsupported one")
 def _(s: Scratch, x: Node) -> None:
     s.call(aten.cat.default, [x, rows(s, 3, 2)], 1)
 
@@ -566,7 +566,7 @@ def _(s: Scratch, x: Node) -> None:
     s.call(aten.slice_scatter.default, x, other(s), 1, 0, VOCAB, 2)
 
 
-@refused("a row is written at a place that is not fixed")
+@refused("a row is written at an index unknown at compile time")
 def _(s: Scratch, x: Node) -> None:
     many = s.input("logits", (2, 3, VOCAB))
     at = s.call(aten.sym_size.int, s.input("rows", (1, 2)), 0)
@@ -677,7 +677,7 @@ def test_sizes_that_are_not_fixed() -> None:
     row = s.call(aten.select.int, s.input("logits", (1, 3, VOCAB)), 0, 0)
     joined = s.call(aten.cat.default, [row], 0)
     walked = s.walk(joined)
-    assert walked.refused[joined] == "rows of a dimension whose size is not fixed are joined"
+    assert walked.refused[joined] == "rows of a dimension of symbolic size are joined"
 
 
 def test_a_size_that_the_graph_does_not_compute() -> None:
@@ -721,7 +721,7 @@ def test_a_maximum_compared_with_values_that_stay() -> None:
     before = described(s)
     outcome = fuse(s.graph, FuseConfig(FORMULAS, min_vocab=VOCAB))
     reasons = [r.reason for r in outcome.rejections]
-    assert "a value per row is compared with full-vocabulary values that stay" in reasons
+    assert "a per-row value is compared with unfused full-vocabulary values" in reasons
     assert outcome.fused == ()
     assert described(s) == before
 
@@ -745,7 +745,7 @@ UNREACHABLE: set[str] = {
     "a condition that is not a row mask",
     "a size of a value without logits",
     "all rows are equal, and made of one",  # a loop over copies of one row does not pay
-    "backward alone reads an input that forward changes",  # `fuse` reads such logits in forward
+    "only backward reads an input, and forward changes it",  # `fuse` reads such logits in forward
 }
 
 NO_REASONS = {EXPECTED, _FRAME.pattern}  # a label, and a regular expression

@@ -173,7 +173,7 @@ def test_extents() -> None:
 
 def test_logits_in_common() -> None:
     assert common_logits(Form((ROWS, VOCAB), 1, X), Form((ROWS, VOCAB), 1)) is X
-    with pytest.raises(Refused, match="values over two different logits meet"):
+    with pytest.raises(Refused, match="values over two different logits are combined"):
         common_logits(Form((ROWS, VOCAB), 1, X), Form((ROWS, VOCAB), 1, Z))
 
 

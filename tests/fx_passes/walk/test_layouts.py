@@ -135,5 +135,5 @@ def test_bytes_of_a_turned_copy_before_torch_2_13(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(layouts, "_COPIES_STAY_AS_THEY_ARE", False)
     x, target = torch.randn(2, 3, VOCAB), torch.arange(6).reshape(2, 3)
     compiled = torch.compile(halves_of_row_values, backend="slime_fused", options=harness.OPTIONS)
-    with pytest.raises(Exception, match="cannot view the bytes of a turned copy"):
+    with pytest.raises(Exception, match="cannot view the bytes of a transposed copy"):
         compiled(x, target)
