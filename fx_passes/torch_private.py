@@ -82,13 +82,13 @@ class Interface:
 INTERFACES = {
     "FakeTensor": Interface(
         "torch._subclasses.fake_tensor:FakeTensor",
-        "the value of a node that a pass adds, where torch's own way to it is ten times slower",
+        "the value of a new node; torch's own way to it is ten times slower",
         "run the operator under the FakeTensorMode",
     ),
     "FakeTensorMode": Interface(
         "torch._subclasses.fake_tensor:FakeTensorMode",
-        "shape and dtype of every node that a pass adds; dry runs at any size",
-        "torch._subclasses has held it since 2.0; without it nothing can be rewritten",
+        "shape and dtype of every new node; dry runs at any size",
+        "torch._subclasses has it since 2.0; without it nothing can be rewritten",
     ),
     "unset_fake_temporarily": Interface(
         "torch._subclasses.fake_tensor:unset_fake_temporarily",
@@ -97,38 +97,38 @@ INTERFACES = {
     ),
     "detect_fake_mode": Interface(
         "torch._guards:detect_fake_mode",
-        "the mode of the graph that is rewritten",
+        "the mode of the graph being rewritten",
         'the fake_mode of any node\'s meta["val"]',
     ),
     "statically_known_true": Interface(
         "torch.fx.experimental.symbolic_shapes:statically_known_true",
-        "comparisons of symbolic sizes that add no guard",
+        "comparisons of symbolic sizes without a guard",
         "documented in torch since 2.5; else refuse symbolic sizes",
     ),
     "guard_or_false": Interface(
         "torch.fx.experimental.symbolic_shapes:guard_or_false",
-        "comparisons of symbolic sizes that may add one",
+        "comparisons of symbolic sizes with a guard",
         "see statically_known_true",
     ),
     "ShapeEnv": Interface(
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
-        "what a pass tries leaves no symbol behind that torch would look for in the next value",
-        "delete what a try has added to pending_fresh_unbacked_symbols",
+        "an abandoned rewrite leaves no symbol for torch's next value",
+        "delete the new entries of pending_fresh_unbacked_symbols",
         needs=("create_symintnode", "ignore_fresh_unbacked_symbols", "suppress_guards"),
     ),
     "free_unbacked_symbols": Interface(
         "torch.fx.experimental.symbolic_shapes:free_unbacked_symbols",
         "whether data alone says how large a new value is",
-        "free_symbols of the sizes, those that have no hint",
+        "free_symbols of the sizes, those without a hint",
     ),
     "TorchDispatchMode": Interface(
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "the ATen operators that a fused operator's formula calls",
+        "the ATen operators in a fused operator's formula",
         "torch.fx.experimental.proxy_tensor.make_fx of the formula",
     ),
     "is_traceable_wrapper_subclass": Interface(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-        "tensors that are made of several, whose memory is not known",
+        "tensors composed of several, with unknown memory",
         "type(tensor) is FakeTensor",
     ),
     "FloorDiv": Interface(
@@ -138,17 +138,17 @@ INTERFACES = {
     ),
     "GradAOTOutput": Interface(
         "torch._functorch._aot_autograd.descriptors:GradAOTOutput",
-        "which outputs of a joint graph are gradients",
+        "the gradients among the outputs of a joint graph",
         "fw_metadata of the TracingContext: forward's outputs come first",
     ),
     "InputMutationAOTOutput": Interface(
         "torch._functorch._aot_autograd.descriptors:InputMutationAOTOutput",
-        "inputs that the function changes in place",
+        "inputs changed in place by the function",
         "fw_metadata.input_info of the TracingContext; without it such logits are read changed",
     ),
     "PlainAOTInput": Interface(
         "torch._functorch._aot_autograd.descriptors:PlainAOTInput",
-        "which placeholder is which argument, for what may be overwritten",
+        "the argument of each placeholder, for overwriting",
         "without it nothing may be written in place",
     ),
     "TangentAOTInput": Interface(
@@ -158,7 +158,7 @@ INTERFACES = {
     ),
     "inductor_prims": Interface(
         "torch._inductor:inductor_prims",
-        "registers prims.fma, which the rules name",
+        "registers prims.fma, named by the rules",
         "torch.ops.prims, if torch registers it by itself",
     ),
     "functional_collectives": Interface(

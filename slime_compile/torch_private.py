@@ -118,8 +118,8 @@ INTERFACES = {
     ),
     "inductor_config": Interface(
         "torch._inductor:config",
-        "names and types of `inductor.<name>` options; where the user's own passes are",
-        "torch.compile(options=...) checks the same names: read what it reads",
+        "names and types of `inductor.<name>` options, and the user's own passes",
+        "torch.compile(options=...) checks the same names; read its source",
         (
             "get_config_copy",
             "get_type",
@@ -130,7 +130,7 @@ INTERFACES = {
     ),
     "list_mode_options": Interface(
         "torch._inductor:list_mode_options",
-        "what `mode=` means",
+        "the settings of `mode=`",
         "public since 2.0; refuse `mode` if it is gone",
     ),
     "compile_fx": Interface(
@@ -141,7 +141,7 @@ INTERFACES = {
     ),
     "compile_fx_inner": Interface(
         "torch._inductor.compile_fx:compile_fx_inner",
-        "what runs once the graph is partitioned: it tells us which graph is a backward",
+        "runs after partitioning: it shows which graph is a backward",
         "the default of compile_fx's inner_compile",
         early=False,
     ),
@@ -152,25 +152,25 @@ INTERFACES = {
     ),
     "backend_registry": Interface(
         "torch._dynamo.backends:registry",
-        "the table of backends, in which threads may enter ours at the same time",
+        "the table of backends; several threads may add ours at the same time",
         "drop backend/registration.py if torch locks its table; tests/backend/test_threads.py tells",
         ("_COMPILER_FNS",),
     ),
     "min_cut_rematerialization_partition": Interface(
         "torch._functorch.partitioners:min_cut_rematerialization_partition",
-        "the partitioner that inductor uses",
+        "inductor's partitioner",
         "inductor's `partition_fn`",
     ),
     "select_decomp_table": Interface(
         "torch._inductor.decomposition:select_decomp_table",
-        "inductor's decompositions, so that both inners see the same operators",
+        "inductor's decompositions: the same operators for both inners",
         "torch._decomp.core_aten_decompositions, then compare the tests' counts",
         early=False,
     ),
     "functorch_config": Interface(
         "torch._functorch:config",
-        "backward compiled with the forward; whether what is saved may be overwritten",
-        "NOTE [Backward is compiled with the forward] says what must hold without them",
+        "backward compiled with the forward; donated inputs",
+        "NOTE [Backward is compiled with the forward] has the requirements without them",
         ("patch", "force_non_lazy_backward_lowering", "donated_buffer"),
     ),
     "TracingContext": Interface(
@@ -181,14 +181,14 @@ INTERFACES = {
     ),
     "Variable": Interface(
         "torch.autograd:Variable",
-        "the engine that backward runs in, whose errors name consume_logits",
+        "the engine of backward; its errors name consume_logits",
         "leave torch's message as it is: drop backend/consumed.py",
         ("_execution_engine",),
     ),
     "saved_tensors_hooks_at_work": Interface(
         "torch._C._autograd:_top_saved_tensors_default_hooks",
-        "a checkpoint or save_on_cpu around a loss that may overwrite its logits",
-        "what AOTAutograd asks before it inlines such hooks",
+        "a checkpoint or save_on_cpu around a loss with consume_logits",
+        "AOTAutograd's check before it inlines such hooks",
     ),
     # ---- the report and dry runs
     "trace_structured": Interface(
@@ -198,7 +198,7 @@ INTERFACES = {
     ),
     "dynamo_utils": Interface(
         "torch._dynamo:utils",
-        "frames that Dynamo left to Python, and why",
+        "frames running in Python, with Dynamo's reason",
         "torch.compiler's metrics, if they have become public",
         (
             "counters",
@@ -209,7 +209,7 @@ INTERFACES = {
     ),
     "CompileContext": Interface(
         "torch._guards:CompileContext",
-        "which compilation of which frame a graph is, to find its graph breaks",
+        "the compilation and the frame of a graph, for its graph breaks",
         "report breaks by their line alone",
         ("current_compile_id",),
     ),
@@ -225,7 +225,7 @@ INTERFACES = {
     ),
     "ConstantSource": Interface(
         "torch._dynamo.source:ConstantSource",
-        "a name for the number of rows of a chunk, which is any",
+        "a symbol for the number of rows of a chunk",
         "any Source of torch._guards",
         early=False,
     ),
@@ -243,18 +243,18 @@ INTERFACES = {
     "MemTracker": Interface(
         "torch.distributed._tools.mem_tracker:MemTracker",
         "bytes of all storages alive, for estimate_peak",
-        "a TorchDispatchMode that counts storages",
+        "a TorchDispatchMode counting storages",
         early=False,
     ),
     "TorchDispatchMode": Interface(
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "what an operator over chunks holds while it runs, for estimate_peak; no real tensor in a dry run",
+        "buffers of an operator over chunks, for estimate_peak; no real tensor in a dry run",
         "torch documents it under this name; estimates would leave the chunk out",
     ),
     "set_versions": Interface(
         "torch._C._autograd:_unsafe_set_version_counter",
         "a dry run leaves the versions of the user's tensors as they were",
-        "what torch.autograd._unsafe_preserve_version_counter calls",
+        "called by torch.autograd._unsafe_preserve_version_counter",
     ),
     "ProfilerEvent": Interface(
         "torch._C._profiler:_EventType",
@@ -271,53 +271,53 @@ INTERFACES = {
     ),
     "cpu_vec_isa": Interface(
         "torch._inductor:cpu_vec_isa",
-        "the vector instructions that torch itself uses",
+        "torch's own vector instructions",
         "see cpp_builder",
         ("VecAVX2", "VecAVX512", "pick_vec_isa"),
         early=False,
     ),
     "cache_dir": Interface(
         "torch._inductor.runtime.cache_dir_utils:cache_dir",
-        "where inductor caches: our build lies there too",
+        "inductor's cache directory, also for our build",
         "TORCHINDUCTOR_CACHE_DIR, or a folder of our own",
         early=False,
     ),
     "FileLock": Interface(
         "torch.utils._filelock:FileLock",
-        "processes that start together build once",
-        "the filelock package, which torch depends on",
+        "one build for processes starting together",
+        "the filelock package, a dependency of torch",
         early=False,
     ),
     "has_internal_overlap": Interface(
         "torch:_debug_has_internal_overlap",
-        "elements that share memory may not be overwritten",
+        "elements sharing memory must not be overwritten",
         "compare size and stride",
     ),
     "Tensor": Interface(
         "torch:Tensor",
-        "who else holds a tensor, what it is a view of, whether it was changed",
+        "references to a tensor, its base, its version",
         "see storage_use_count; deferred logits check their operands for changes",
         ("_use_count", "_base", "_version"),
     ),
     "UntypedStorage": Interface(
         "torch:UntypedStorage",
-        "the storage that storage_use_count counts the holders of",
+        "the storage for storage_use_count",
         "see storage_use_count",
         ("_cdata",),
     ),
     "storage_use_count": Interface(
         "torch._C:_storage_Use_Count",
-        "who else has the logits' memory",
+        "references to the logits' memory",
         "NOTE [How an operator counts the references to a tensor]: without a count nothing is overwritten",
     ),
     "graph_is_kept": Interface(
         "torch._C._autograd:_get_current_graph_task_keep_graph",
         "backward may run again, then its inputs stay as they are",
-        "what AOTAutograd asks before it frees what it saved",
+        "AOTAutograd's check before it frees saved tensors",
     ),
     "dispatch_modes": Interface(
         "torch._C:_len_torch_dispatch_stack",
-        "who sees every operator's arguments may keep them",
+        "a mode seeing every operator's arguments may keep them",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     ),
     "function_modes": Interface(
@@ -332,7 +332,7 @@ INTERFACES = {
     ),
     "torch_check": Interface(
         "torch:_check",
-        "checks of arguments that become guards for symbolic sizes",
+        "checks of arguments, as guards for symbolic sizes",
         "documented in torch since 2.5; else raise RuntimeError",
     ),
     "sym_or": Interface(
@@ -348,13 +348,13 @@ INTERFACES = {
     ),
     "functional_all_reduce": Interface(
         "torch.distributed._functional_collectives:all_reduce",
-        "the collective that Dynamo can trace, for trace_distributed_nn and trace_async_all_reduce",
+        "the traceable collective, for trace_distributed_nn and trace_async_all_reduce",
         "drop the remedies if Dynamo traces torch.distributed.nn and async_op=True by itself",
     ),
     "AutogradFunctionVariable": Interface(
         "torch._dynamo.variables.misc:AutogradFunctionVariable",
-        "deferred logits that a traced autograd.Function is given, which must be a tensor",
-        "where Dynamo calls Function.forward; tests/deferred tell",
+        "deferred logits as an argument of a traced autograd.Function",
+        "the place where Dynamo calls Function.forward; tests/deferred show it",
         ("call_apply",),
         early=False,
     ),
@@ -367,12 +367,12 @@ INTERFACES = {
     "skip_code": Interface(
         "torch._dynamo.eval_frame:skip_code",
         "methods of deferred logits are traced as a part of the user's function, never by themselves",
-        "what torch.compiler.set_stance or torch._dynamo.skip call",
+        "called by torch.compiler.set_stance or torch._dynamo.skip",
         early=False,
     ),
     "get_torch_obj_rule_map": Interface(
         "torch._dynamo.trace_rules:get_torch_obj_rule_map",
-        "made before torch.compile is replaced, for inline_nested_compile",
+        "created before torch.compile is replaced, for inline_nested_compile",
         "drop the call, then run tests/dynamo",
     ),
 }

@@ -126,7 +126,7 @@ def _identity(gm: GraphModule, options: Options, held: dict[int, str], unkeyed: 
 
 
 def _name(gm: GraphModule) -> str:
-    """The user's function, from the outermost frame of the first node with one; for a function of torch's, its caller."""
+    """The user's function, from the outermost frame of the first node with one; or the caller of torch's function."""
     traces = (n.meta.get("stack_trace") for n in gm.graph.nodes)
     name = outermost_frame(next((t for t in traces if t), ""))
     if name and not name.partition(" (")[2].startswith(_TORCH):

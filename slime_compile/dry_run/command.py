@@ -11,14 +11,16 @@ Tensors are fake: nothing is allocated and nothing computed.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from slime_compile.dry_run.estimate import estimate_peak
 from slime_compile.dry_run.explain import explain
 from slime_compile.dry_run.operators import operators, render
 from slime_compile.report.places import shortened
+from slime_compile.report.terminal import show
 from slime_compile.torch_private import FakeTensorMode
 
 DTYPES = {
@@ -107,22 +110,39 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(estimate)) if arguments.json else estimate)
         return 0
     if not arguments.operators:
-        report = explain(function, **options)(*args, **kwargs)
+        with _without_log("torch._subclasses.fake_tensor"):  # the refusal has its error
+            report = explain(function, **options)(*args, **kwargs)
         if report.notes and not report.graphs:
             raise Refused(
                 f"{arguments.function} cannot be called with these inputs: {report.notes[0]}"
             )
         if arguments.save is not None:
             report.save(arguments.save)
-        print(json.dumps(report.to_dict()) if arguments.json else report)
+        if arguments.json:
+            print(json.dumps(report.to_dict()))
+        else:
+            show(report)
         return 0
     found, report = operators(function, **options)(*args, **kwargs)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        return 0
     print(shortened(render(found)))
     for line in (*report.breaks, *report.python_frames):
         print(shortened(f"not traced: {line.name} at {line.source}: {line.reason}"))
     for note in report.notes:
         print(f"note: {note}")
     return 0
+
+
+@contextlib.contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _check_fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ class Operator:
     """One operator in the joint graphs of a call.
 
     Attributes:
-        name: as torch names the overload.
-        forward: how many of it forward has.
-        backward: how many backward has.
+        name: torch's name of the overload.
+        forward: its number in forward.
+        backward: its number in backward.
         rule: whether the pass has a rule for it, on full-vocabulary values or on numbers per row.
-        lines: the user's lines that it comes from, in the order of the graph.
+        lines: the user's lines with it, in the order of the graph.
     """
 
     name: str

@@ -11,7 +11,7 @@ from typing import Any
 from fx_passes.outcome import Rejection
 from slime_compile.dynamo.frames import Frame
 from slime_compile.ops.regions import Placed
-from slime_compile.report import page, text
+from slime_compile.report import page, terminal, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +238,9 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<Report: {text.headline(self.to_dict())}; print it for the tables>"
+
+    def __rich__(self) -> Any:
+        return terminal.renderable(self.to_dict())
 
     def _repr_html_(self) -> str:
         """The report at the end of a notebook's cell."""

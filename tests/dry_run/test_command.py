@@ -60,6 +60,12 @@ def test_inputs_at_any_size(file: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_json_and_version(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(said(capsys, f"{file}:loss_fn", "--json"))["fused"] == 2
+    (softmax,) = [
+        each
+        for each in json.loads(said(capsys, f"{file}:loss_fn", "--operators", "--json"))
+        if "log_softmax" in each["name"] or "amax" in each["name"]
+    ]
+    assert softmax["rule"]
     with pytest.raises(SystemExit) as raised:
         main(["--version"])
     assert raised.value.code == 0

@@ -1,5 +1,6 @@
 """Reports and the dry run: what they say, that it is true, and that explaining changes nothing."""
 
+import io
 import json
 import re
 import sys
@@ -778,6 +779,19 @@ def test_a_report_in_a_notebook() -> None:
     assert page.count("<table>") == 1
     assert "&lt;lambda&gt;" in page
     assert "full-vocabulary values" in page
+
+
+def test_tables_by_rich_fit_the_terminal() -> None:
+    console = pytest.importorskip("rich.console")
+    written = io.StringIO()
+    report = explain(log_probs)(*data())
+    console.Console(file=written, width=60, force_terminal=True).print(report)
+    code = r"\x1b\[([\d;]*)m"
+    assert set(re.findall(code, written.getvalue())) <= {"0", "1"}  # bold headers, no colour
+    shown = re.sub(code, "", written.getvalue())
+    assert max(map(len, shown.splitlines())) <= 60
+    for part in ("slime_fused: ", "log-prob", "full-vocabulary values"):
+        assert part in " ".join(shown.split())
 
 
 def test_lines_of_torchs_own_functions() -> None:
