@@ -153,7 +153,7 @@ FORMULAS = Formulas(
     {ops.row_stats: reference.row_stats, ops.row_grad: reference.row_grad},
     lambda: select_decomp_table(),
 )
-_SMALL = "they have few elements, and inductor compiles the formula (option inline_below)"
+_SMALL = "the logits have few elements, and inductor compiles the formula (option inline_below)"
 
 
 def run_inline(graph: Graph, options: Options, record: Record) -> None:

@@ -107,8 +107,8 @@ def why_not(x: Tensor, seen: Counts, kernel: FrameType) -> str:
     return _more(seen, least)
 
 
-PYTHON = "Python references them"
-MEMORY = "a view or an alias references them"
+PYTHON = "Python references the logits"
+MEMORY = "a view or an alias references the logits"
 RETAINED = "the graph is retained, or compiled autograd runs it"
 UNCLEAR = "references to the logits cannot be counted: "
 """Start of a reason for failed counting, in contrast to found references."""
@@ -117,17 +117,17 @@ UNCLEAR = "references to the logits cannot be counted: "
 def _cannot_be_ours(x: Tensor) -> str:
     """Reasons that no count shows."""
     if type(x) is not Tensor or x.layout is not torch.strided:
-        return f"they are a {type(x).__name__}"
+        return f"the logits are a {type(x).__name__}"
     owner = x if x._base is None else x._base
     if owner.requires_grad and owner.is_leaf:
-        return f"they are {'' if owner is x else 'a view of '}a leaf that requires grad"
+        return f"the logits are {'' if owner is x else 'a view of '}a leaf that requires grad"
     storage = x.untyped_storage()
     if any(map(weakref.getweakrefcount, (x, owner, storage))):
-        return "a weak reference leads to them"
+        return "a weak reference leads to the logits"
     if not storage.resizable():
-        return "their memory is not torch's own (NumPy's, DLPack's, a CUDA graph's)"
+        return "the logits' memory is not torch's own (NumPy's, DLPack's, a CUDA graph's)"
     if x.device.type == "cpu" and storage.is_shared():
-        return "other processes share their memory"
+        return "other processes share the logits' memory"
     return ""
 
 
@@ -149,7 +149,7 @@ def _more(seen: Counts, least: Counts) -> str:
     if "python" in holders:
         return PYTHON
     if holders:
-        return "autograd or other C++ code references them"
+        return "autograd or other C++ code references the logits"
     return UNCLEAR + f"fewer references than an unreferenced tensor has ({seen}, {least})"
 
 

@@ -71,7 +71,9 @@ def test_inductor_compiles_the_formulas(dtype: torch.dtype) -> None:
     report = slime_compile.reports()[-1]
     report.assert_fused(2, in_place=False)
     assert "full-vocabulary values" in str(report)
-    assert "not in place: they have few elements, and inductor compiles the formula" in str(report)
+    assert "not in place: the logits have few elements, and inductor compiles the formula" in str(
+        report
+    )
 
 
 @needs_vectors

@@ -229,7 +229,7 @@ def test_the_remedy_names_the_variable() -> None:
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
     said = placement.reason
     assert said.startswith(
-        "Python references them (`outputs.logits` in test_the_remedy_names_the_variable ("
+        "Python references the logits (`outputs.logits` in test_the_remedy_names_the_variable ("
     )
     line = str(slime_compile.reports()[-1]).splitlines()[-1]
     assert f"not in place, 0 of 1 call: {said}" in line
@@ -257,10 +257,10 @@ def test_the_variable_is_of_the_latest_call_or_none_is_named() -> None:
         first = leaf() * 1
         said.append(reason_of(fn, [first]))
     assert ["`first`" in each for each in said] == [True, True, False, True]
-    assert said[2] == "Python references them"
+    assert said[2] == "Python references the logits"
     del first
     beside = leaf() * 1
-    assert reason_of(fn, [beside]) == "Python references them", "not the variable of call 4"
+    assert reason_of(fn, [beside]) == "Python references the logits", "not the variable of call 4"
     assert beside.shape == (ROWS, VOCAB)
 
 
@@ -282,7 +282,9 @@ def test_what_contains_the_logits(name: str) -> None:
     torch._dynamo.reset()
     scale = 2.0 + len(name)  # a graph of its own, whose first call this is
     said = reason_of(compiled(lambda x: log_probs(x) * scale, inner="aot_eager"), given)
-    assert said.startswith(f"Python references them ({name}" if name else "Python references them")
+    assert said.startswith(
+        f"Python references the logits ({name}" if name else "Python references the logits"
+    )
     assert "closure" not in said
     assert kept is not None
 
@@ -306,7 +308,7 @@ def test_a_hook_that_closes_over_the_logits() -> None:
     out.register_hook(lambda grad: grad * logits.isfinite().all())
     out.backward(UPSTREAM)
     (placement,) = slime_compile.reports()[-1].graphs[0].placements
-    assert placement.reason.startswith("Python references them (`logits` in test_a_hook")
+    assert placement.reason.startswith("Python references the logits (`logits` in test_a_hook")
 
 
 def test_looking_for_a_name_never_fails_a_step(fn: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +318,7 @@ def test_looking_for_a_name_never_fails_a_step(fn: Loss, monkeypatch: pytest.Mon
     monkeypatch.setattr(operators, "variables", fails)
     torch._dynamo.reset()
     again = compiled(lambda x: log_probs(x) * 4, inner="aot_eager")
-    assert reason_of(again, [kept := leaf() * 1]) == "Python references them"
+    assert reason_of(again, [kept := leaf() * 1]) == "Python references the logits"
     assert kept.shape == (ROWS, VOCAB)
 
 

@@ -214,7 +214,7 @@ def given_logits_are_left_alone(compile: Compile, consuming: Compile) -> None:
     close(got, expected_grad())
     assert torch.equal(given, before)
     assert in_place() is False
-    assert "Python references them" in why_not()
+    assert "Python references the logits" in why_not()
 
 
 @case

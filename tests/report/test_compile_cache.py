@@ -98,8 +98,8 @@ def test_hit_by_another_kind_of_input(tmp_path: Path) -> None:
     assert loaded["fused"] == compiled["fused"] == 2
     (held,), (leaf,) = compiled["in_place"], loaded["in_place"]
     assert (held["in_place"], held["calls"], held["over"]) == (False, 1, 0)
-    assert leaf == {**held, "reason": "they are a leaf that requires grad"}
-    assert held["reason"].startswith("Python references them")
+    assert leaf == {**held, "reason": "the logits are a leaf that requires grad"}
+    assert held["reason"].startswith("Python references the logits")
     assert before_backward["in_place"] == []
     assert (
         "in place or not is known after the first backward"
