@@ -40,7 +40,7 @@ from slime_compile.torch_private import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Estimate:
     """Live bytes of tensors, on the device with the most of them.
 
@@ -59,6 +59,9 @@ class Estimate:
             f"estimated peak {size(self.peak_bytes)} (forward {size(self.forward_bytes)}, "
             f"inputs {size(self.inputs_bytes)})"
         )
+
+    def __repr__(self) -> str:
+        return f"<Estimate: {self}>"
 
 
 def estimate_peak(

@@ -69,6 +69,7 @@ def test_a_size_that_fits_no_card() -> None:
 def test_a_small_estimate_has_a_small_unit() -> None:
     found = Estimate(inputs_bytes=1000, forward_bytes=3 << 19, peak_bytes=5 << 20)
     assert str(found) == "estimated peak 5 MiB (forward 1.5 MiB, inputs 1000 B)"
+    assert repr(found) == f"<Estimate: {found}>"
 
 
 def test_real_arguments_stay_as_they_are() -> None:
