@@ -106,6 +106,16 @@ def test_each_page_can_be_reached_from_readme() -> None:
     assert {path.resolve() for path in DOCUMENTS} <= seen
 
 
+def test_the_changelog_has_short_lines_and_known_headings() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert max(map(len, text.splitlines())) <= 140
+    first, *releases = re.findall(r"^## \[(.+)\](.*)$", text, re.M)
+    assert first == ("Unreleased", "")
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", day) for _, day in releases)
+    headings = {"Added", "Changed", "Fixed", "Removed", "Numerics", "Known limits"}
+    assert set(re.findall(r"^### (.*)$", text, re.M)) <= headings
+
+
 def test_links_to_headings() -> None:
     for page in DOCUMENTS:
         for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
