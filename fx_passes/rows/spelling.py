@@ -16,8 +16,17 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import same, same_shape, shape_of, value, wide_nodes
-from fx_passes.graph.operators import SPLITS, is_elementwise, is_zero, read_back, written_over
+from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value, wide_nodes
+from fx_passes.graph.operators import (
+    RESHAPES,
+    SPLITS,
+    is_elementwise,
+    is_zero,
+    read_back,
+    under,
+    written_over,
+)
+from fx_passes.rows.parts import PUTS, Part, put, rows_put, taken
 
 __all__ = ["added", "expand_operands", "is_of_numbers", "spell_alike"]
 
@@ -31,6 +40,7 @@ def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], of_hea
     cat([zeros, g])                      ->  zeros; zeros[n:] = g
     cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]]), unless `of_heads`
     x.gather(0, n[:, None].expand(N, V)) ->  x[n], and backward likewise, if `of_heads`
+    cat([x[4:6], x[:3]])                 ->  x[[4, 5, 0, 1, 2]], and backward likewise, if `of_heads`
     x[n:] = g; x[n:]                     ->  g
     zeros; zeros[n:] = a; zeros[n:] = b  ->  zeros; zeros[n:] = b
     zeros + g                            ->  g
@@ -43,6 +53,8 @@ def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], of_hea
             continue
         assert spelling is not None
         made = spelling(emit, node)
+        if made is None and of_heads:
+            made = _of_joined(emit, node)
         if made is not None:
             node.replace_all_uses_with(made)
 
@@ -180,6 +192,69 @@ def _by_numbers(emit: Emitter, node: Node) -> Node | None:
     if not rows:
         return emit.call(aten.index.Tensor, every, at)
     return emit.call(aten.index_put.default, every, at, rows[0], True)
+
+
+def _of_joined(emit: Emitter, node: Node) -> Node | None:
+    """Rows that are joined, [n, V], by their numbers; or a sum of rows that are put, by the numbers of them all."""
+    if node.target is aten.cat.default and node.args[1:] in ((), (0,)) and rank_of(node) == 2:
+        pieces: Any = node.args[0]
+        parts = [taken(each) for each in pieces]
+        every = parts[0].every if parts[0] is not None else None
+        if every is None or any(part is None or part.every is not every for part in parts):
+            return None
+        return emit.call(aten.index.Tensor, _flat(emit, every), [_numbers(emit, parts)])
+    in_sum = any(user.target is aten.add.Tensor for user in node.users)
+    if node.target is not aten.add.Tensor or in_sum:
+        return None
+    found = sorted(map(_put_inside, _addends(node)), key=lambda each: _start(each[0]))
+    joined = _joined_of([piece for piece, _ in found])
+    parts = [part for _, part in found]
+    if joined is None or None in parts or value(joined).dtype != value(node).dtype:
+        return None
+    zeros = _flat(emit, emit.full(emit.sizes(node), 0, value(node).dtype, node))
+    made = emit.call(aten.index_put.default, zeros, [_numbers(emit, parts)], joined, True)
+    return emit.reshape(made, emit.sizes(node))
+
+
+def _flat(emit: Emitter, every: Node) -> Node:
+    *lead, columns = emit.sizes(every)
+    return emit.reshape(every, [emit.product(lead), columns])
+
+
+def _numbers(emit: Emitter, parts: Sequence[Any]) -> Node:
+    return emit.call(aten.cat.default, [part.numbers(emit) for part in parts])
+
+
+def _start(piece: Node) -> int:
+    at = piece.args[2] if len(piece.args) > 2 else None
+    return at if isinstance(at, int) else -1
+
+
+def _addends(node: Node) -> list[Node]:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return [node]
+    return [each for operand in node.all_input_nodes for each in _addends(operand)]
+
+
+def _put_inside(node: Node) -> tuple[Node, Part | None]:
+    """The rows that `node` puts among zeros, be it one put in another, and which they are there."""
+    inner = node
+    while (rows := under(inner, RESHAPES)).target in PUTS and (inside := rows_put(rows)):
+        inner = inside
+    part = put(inner)
+    return inner, part if part is not None and part.every is node else None
+
+
+def _joined_of(pieces: Sequence[Node]) -> Node | None:
+    """[n, V], whose rows these slices are, each row of one."""
+    if any(each.target is not aten.slice.Tensor or len(each.args) != 4 for each in pieces):
+        return None
+    joined, bounds = pieces[0].args[0], [each.args[1:] for each in pieces]
+    stops: list[Any] = [0, *(stop for _, _, stop in bounds)]
+    in_order = [(0, start) for start in stops[:-1]] == [each[:2] for each in bounds]
+    of_one = all(each.args[0] is joined for each in pieces)
+    is_all = in_order and of_one and same(stops[-1], shape_of(joined)[0])
+    return joined if is_all and rank_of(joined) == 2 else None  # type: ignore[return-value]
 
 
 def _dim(dim: Any, node: Node) -> int | None:

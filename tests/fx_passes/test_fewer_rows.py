@@ -105,6 +105,25 @@ def rows_by_number(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     return values_of((hidden @ weight.t())[row_numbers(target)], target[:4])
 
 
+@moved("5")
+def joined_slices(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return values_of(torch.cat([logits[4:6], logits[:3]]), target[:5])
+
+
+@moved("4")
+def joined_answers(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    """Of each sequence its own length."""
+    logits = (hidden[:6].view(2, 3, HIDDEN) @ weight.t()).float()
+    return values_of(torch.cat([logits[0, 1:2], logits[1, :3]]), target[:4])
+
+
+@moved("5")
+def joined_and_overlapping(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return values_of(torch.cat([logits[3:5], logits[2:5]]), target[:5])
+
+
 @moved("4")
 def gathered_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     logits = hidden @ weight.t()
@@ -222,7 +241,12 @@ def test_moved(fn: Loss, rows: str, graphs: list[Graph]) -> None:
     compare(compiled(fn, chunk_mib=4 * VOCAB), fn)
     report = last_report()
     (note,) = told(report)
-    of_six = (rows_of_pairs, behind_a_temperature_of_each_sequence, gathered_positions)
+    of_six = (
+        rows_of_pairs,
+        behind_a_temperature_of_each_sequence,
+        gathered_positions,
+        joined_answers,
+    )
     total = 6 if fn in of_six else ROWS
     assert note.startswith(f"rows computed: {rows} of {total} of the logits at {__file__}:")
     assert note.endswith("; the others are unread")
@@ -430,9 +454,15 @@ def _rows_of_the_softmax(hidden: Tensor, weight: Tensor, target: Tensor) -> Outp
     return ((hidden @ weight.t()).log_softmax(0)[2:5].sum(-1),)
 
 
-def _joined(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+def _joined_twice(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    rows = (hidden @ weight.t())[2:4]
+    return values_of(torch.cat([rows, rows]), target[:4])
+
+
+def _joined_with_others(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
     logits = hidden @ weight.t()
-    return values_of(torch.cat([logits[4:6], logits[:3]]), target[:5])
+    joined = torch.cat([logits[4:6], 2 * logits[:1], logits[:1]])
+    return *values_of(joined, target[:4]), *values_of(joined[1:3], target[:2]), logits[3:5].sum()
 
 
 def _bias_of_each_row(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
@@ -465,7 +495,7 @@ STAYS = [
 ]
 RIGHT = [
     _changed_before, _numbers_changed_between, _gradient_switched_between,
-    _written_in_one_of_two, _row_numbers_out_of_autocast, _joined, _bias_of_each_row, _summed_over_a_dimension,
+    _written_in_one_of_two, _row_numbers_out_of_autocast, _joined_twice, _joined_with_others, _bias_of_each_row, _summed_over_a_dimension,
     _zeros_added_to_what_is_returned,
 ]  # fmt: skip
 
