@@ -21,7 +21,7 @@ from fx_passes.graph.facts import hint, is_wide, shape_of, value, wide_nodes
 from fx_passes.graph.operators import SPLITS
 from fx_passes.graph.order import tidy
 from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, in_front
-from fx_passes.rows.fewer import HEADS
+from fx_passes.rows.fewer import HEADS, head_under
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, move_of, rows_put
 from fx_passes.rows.region import Region, grown, in_place_of
 from fx_passes.torch_private import detect_fake_mode
@@ -46,13 +46,13 @@ def compute_apart(graph: Graph, min_vocab: int) -> int:
     if fake_mode is None:
         return 0
     emit = Emitter(graph, fake_mode)
-    for head in wide_nodes(graph, min_vocab):
-        if head.target not in HEADS or not head.users:
+    taken_of = [node for node in wide_nodes(graph, min_vocab) if any(True for _ in _taken_of(node))]
+    heads = dict.fromkeys(filter(None, map(head_under, taken_of)))
+    for head in heads:
+        if not head.users:  # another one's parts stand in its place
             continue
-        hidden: Any = head.args[HEADS[head.target]]
-        region = grown(
-            graph, head, hidden
-        )  # the product with hidden states makes the weight's gradient
+        hidden: Any = head.args[HEADS[head.target]]  # its product with the gradient is the weight's
+        region = grown(graph, head, hidden)
         region = grown(graph, head, hidden, *_joined(region, min_vocab))
         taken = _taken(region, min_vocab)
         if _are_all(taken, region) and _meet(graph, taken) and not _needed_whole(region, taken):

@@ -49,7 +49,7 @@ from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, 
 from fx_passes.rows.spelling import added, expand_operands, is_of_numbers, spell_alike
 from fx_passes.torch_private import detect_fake_mode
 
-__all__ = ["HEADS", "takes_of_heads", "work_on_parts"]
+__all__ = ["HEADS", "head_under", "takes_of_heads", "work_on_parts"]
 
 aten = torch.ops.aten
 
@@ -104,10 +104,10 @@ def _is_of_head(node: Node) -> bool:
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     gathers = node.target is aten.gather.default and is_of_numbers(node)
-    return (gathers or node.target in {*TAKES, *SPLITS}) and _head_under(node.args[0]) is not None
+    return (gathers or node.target in {*TAKES, *SPLITS}) and head_under(node.args[0]) is not None
 
 
-def _head_under(node: Any) -> Node | None:
+def head_under(node: Any) -> Node | None:
     """The matmul of which `node` is a function, element by element and with numbers of each row."""
     below: Node | None = node
     while below is not None and below.target not in HEADS:
@@ -368,7 +368,7 @@ class _Work:
             return self._put(node, self.emit.call(outer.target, rows, outer.args[1]))
         by = _factor(node, outer) if once and self.of_heads else None
         # 0 / 0 and 0 x inf are NaN in a gradient that leaves; of logits of a matmul those rows are unread
-        if by is not None and (_head_under(by) is not None or self._ends_in_moved(outer)):
+        if by is not None and (head_under(by) is not None or self._ends_in_moved(outer)):
             taken = self._taken_as_put(node, by)
             if taken is not None:
                 return self._put(node, self.emit.call(outer.target, rows, taken))

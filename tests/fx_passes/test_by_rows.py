@@ -27,6 +27,7 @@ from bench.cases import rows as cases
 from bench.cases.rows import TRAINED, inputs_of, over_heads
 from fx_passes.graph.operators import SHOWN
 from fx_passes.refused import Refused
+from fx_passes.rows import apart
 from fx_passes.rows.program import Program
 from slime_compile.ops import row_body
 from slime_compile.ops.row_loop import Cut, read
@@ -349,6 +350,14 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", APART)
 def test_parts_that_are_not_all(name: str) -> None:
     check(_of(APART[name]), _heads())
+
+
+def test_heads_of_which_no_rows_are_taken_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A region takes its time to grow, and a model has many matmuls as wide as a vocabulary."""
+    monkeypatch.setattr(apart, "grown", lambda *_: pytest.fail("a region was grown"))
+    check(_of(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1).logsumexp(-1).mean()), _heads())
 
 
 def test_single_rows_that_meet() -> None:
