@@ -23,7 +23,6 @@ from fx_passes.graph.recompute import keep_given
 from fx_passes.graph.user_lines import source_of
 from fx_passes.inlined import inline, is_small
 from fx_passes.inplace import Consume, inplace, mark_inputs
-from fx_passes.linear import LinearConfig, linear
 from fx_passes.one_matrix import multiply_once
 from fx_passes.outcome import FuseConfig, Outcome
 from fx_passes.picked_rows import sum_first
@@ -60,8 +59,8 @@ class Config:
     """The configuration of the passes: from the user, and from the graph at hand.
 
     Attributes:
-        by_rows: whether other row-by-row work runs over chunks of rows.
-        lm_head: whether a head's matmul and its loss run in chunks.
+        by_rows: whether row-by-row work runs over chunks of rows.
+        lm_head: whether a head's matmul runs in the loop reading its logits.
         small: the operators compiled as formulas; None if there are none.
         inlines: whether the formulas are inserted here; in a dry run the operators stand for them.
         held: inputs that must not be overwritten, by position, and the reason.
@@ -71,7 +70,6 @@ class Config:
     """
 
     fuse: FuseConfig
-    linear: LinearConfig = dataclasses.field(default_factory=LinearConfig)
     rows: RowsConfig = dataclasses.field(default_factory=lambda: RowsConfig(1024))
     lm_head: bool = True
     by_rows: bool = True
@@ -178,8 +176,7 @@ def _fuse(graph: Graph, config: Config) -> Outcome:
 
 def _by_rows(graph: Graph, config: Config) -> Outcome:
     made = by_rows(graph, config.rows)
-    early = any(each.early for each in made.loops)
-    return Outcome(changed=len(made.loops), early=early, added_to=made.added_to)
+    return Outcome(changed=len(made.loops), early=made.early, added_to=made.added_to)
 
 
 def _mark_inputs(graph: Graph, config: Config) -> Outcome:
@@ -238,9 +235,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("picked_rows", "joint", "rows picked and then summed are summed first",
          lambda graph, c: _counted(sum_first(graph, c.min_vocab))),
     Pass("fuse", "joint", "softmax statistics and gradients become fused operators; collectives are merged", _fuse),
-    Pass("linear", "joint", "a head's matmul and its loss run in chunks",
-         lambda graph, c: linear(graph, c.linear).outcome(), _heads),
-    Pass("rows", "joint", "other row-by-row work runs over chunks of rows", _by_rows, _rows),
+    Pass("rows", "joint", "row-by-row work, heads included, runs over chunks of rows", _by_rows, _rows),
     Pass("whole_logits", "joint", "gradients of reshaped logits get the shape of the input",
          lambda graph, c: _counted(use_whole_logits(graph)), _consumes),
     Pass("mark_inputs", "joint", "inputs backward must not overwrite are marked", _mark_inputs),

@@ -104,6 +104,12 @@ def under(node: Node, targets: Container[Target]) -> Node:
     return node
 
 
+def name_of(target: Any) -> str:
+    """The name of an operator's schema, which may not be registered here; nothing of what is no operator."""
+    schema = getattr(target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
 def turns(node: Node) -> bool:
     """Swaps the last two dimensions, and nothing else."""
     if node.target not in TURNS:  # with tensors as results

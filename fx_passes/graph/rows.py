@@ -34,11 +34,13 @@ from fx_passes.graph.operators import (
     RESHAPES,
     SAME_VALUE,
     is_elementwise,
+    name_of,
     under,
 )
 
 __all__ = [
     "COUNT",
+    "NUMBERS",
     "Across",
     "Block",
     "Rows",
@@ -91,7 +93,11 @@ class _Count:
         return "n"
 
 
-COUNT = _Count()
+class _Numbers:
+    """The numbers of a chunk's rows, [n], as an argument."""
+
+
+COUNT, NUMBERS = _Count(), _Numbers()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +119,10 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`target` on chunks: arguments are `Rows`, `Whole`, `COUNT`, nodes that are sizes, other steps, numbers, lists."""
+    """`target` on chunks.
+
+    Arguments are `Rows`, `Whole`, `COUNT`, `NUMBERS`, nodes that are sizes, other steps, numbers, lists.
+    """
 
     target: Any
     args: tuple[Any, ...]
@@ -312,8 +321,7 @@ _COLUMNS: set[Any] = {
 
 def _own(target: Any) -> tuple[str, ...] | None:
     """The tensors of a fused operator."""
-    schema = getattr(target, "_schema", None)
-    return _OWN.get(schema.name) if schema is not None else None
+    return _OWN.get(name_of(target))
 
 
 def are_alternatives(node: Node) -> bool:
@@ -651,9 +659,9 @@ def _reduction_step(node: Node, block: Block) -> Step | None:
 def _reduced_step(
     node: Node, named: dict[str, Any], operand: Rows, dims: Sequence[int | None]
 ) -> Step | None:
-    listed = any(a.name == "dim" and "List" in str(a.type) for a in _signature(node).arguments)
     if "dim" not in named:  # of all dimensions
         return None
+    listed = any(a.name == "dim" and "List" in str(a.type) for a in _signature(node).arguments)
     return _called(node, {**named, "self": operand, "dim": list(dims) if listed else dims[0]})
 
 

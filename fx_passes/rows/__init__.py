@@ -13,8 +13,10 @@ gradient of given logits. Longer than other files: the plan and the edits that f
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
@@ -22,8 +24,6 @@ from torch.fx import Graph, Node
 from fx_passes.graph.changes import changes_of
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import (
-    BACKWARD,
-    TAG,
     hint,
     is_backward,
     is_float_tensor,
@@ -32,32 +32,38 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
-from fx_passes.graph.operators import MATMULS, SHOWN
-from fx_passes.graph.order import ancestors, descendants, tidy
+from fx_passes.graph.operators import MATMULS, SHOWN, name_of
+from fx_passes.graph.order import tidy
 from fx_passes.graph.returned import Returned
 from fx_passes.graph.rows import in_front, normal
 from fx_passes.graph.user_lines import source_of
-from fx_passes.linear import InForward
-from fx_passes.linear.chunks import SHARE, Sizes
-from fx_passes.linear.degrees import Units
-from fx_passes.outcome import Outcome, Rejection
+from fx_passes.outcome import Rejection
 from fx_passes.refused import Refused
-from fx_passes.rows.early import kept_bytes, tangent_of
+from fx_passes.rows.chunks import SHARE, Sizes
+from fx_passes.rows.columns import by_columns
+from fx_passes.rows.early import tangent_of
+from fx_passes.rows.emission import Emission, Plan
 from fx_passes.rows.fewer import work_on_parts
+from fx_passes.rows.gathers import gather_of_all
 from fx_passes.rows.loops import Loop, loops_of
 from fx_passes.rows.parts import Part, put
-from fx_passes.rows.program import Program
-from fx_passes.rows.region import Region, in_place_of, regions_of
+from fx_passes.rows.region import Region, regions_of
+from fx_passes.rows.samples import compute_together
+from fx_passes.rows.told import RowsOutcome, saved_bytes, told_of, why_whole
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
 from fx_passes.verify import mismatch, trial_of
 
-__all__ = ["Looped", "RowsConfig", "RowsOutcome", "by_rows"]
+__all__ = ["InForward", "RowsConfig", "RowsOutcome", "by_rows"]
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
 
 _SHARE_GIVEN, _MIN_GIVEN = 32, 2 << 20
 """Of a loop without a matmul: a chunk's share, and its least bytes. Nothing is read again for each chunk."""
+
+_MANY_ROWS = 1 << 16  # a symbolic number of rows: the next call may have so many
+
+InForward = Literal["auto", "always", "never"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,87 +72,19 @@ class RowsConfig:
 
     Attributes:
         min_vocab: smallest last dimension that is taken for a vocabulary.
-        chunk_bytes: of the widest value of a chunk; 0 for a share of it (`linear/chunks.py`).
+        heads: whether a head's matmul is computed in the loop that reads its logits.
+        chunk_bytes: of the widest value of a chunk; 0 for a share of it (`chunks.py`).
         in_forward: make the gradients of a scalar loss in forward where that saves a matmul as large as the logits.
         verify: rewrite a copy first, and the graph only if both compute the same on random data.
         compiled: inductor compiles the body of a loop; else its operators run one after the other.
     """
 
     min_vocab: int
+    heads: bool = True
     chunk_bytes: int = 0
     in_forward: InForward = "auto"
     verify: bool = False
     compiled: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Looped:
-    """One loop over chunks of rows.
-
-    Attributes:
-        source: the user's line of the first wide value.
-        chunks: their number for the sizes that the graph was traced with.
-        values: wide values of which there is a chunk at a time.
-        backward: the loop runs in backward.
-        waits: why forward does not make what this loop makes in backward, or nothing.
-        early: it makes gradients in forward, which are kept until backward.
-        nodes: targets and lines of the user's nodes that the loop computes.
-        whole: results of a loop of forward that are as large as all chunks.
-    """
-
-    source: str
-    chunks: int
-    values: int
-    backward: bool
-    waits: str
-    early: bool
-    nodes: tuple[tuple[str, str], ...]
-    whole: int
-
-    def __str__(self) -> str:
-        where = f" from {self.source}" if self.source else ""
-        when = "backward" if self.backward else "forward"
-        return (
-            f"{when} runs in {self.chunks} chunks of rows{where}: "
-            f"of {self.values} full-vocabulary values one chunk exists at a time"
-            f"{f'; the gradient is computed in backward: {self.waits}' if self.waits else ''}"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsOutcome:
-    """What `by_rows` did; with `loops == ()` no loop was made, and arithmetic may work on fewer rows.
-
-    Attributes:
-        left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
-        one_chunk: a loop would have one chunk only, so none was made.
-    """
-
-    loops: tuple[Looped, ...] = ()
-    rejections: tuple[Rejection, ...] = ()
-    left: int = 0
-    one_chunk: bool = False
-
-    def added_to(self, outcome: Outcome) -> Outcome:
-        """`outcome` of the passes before, with this one's."""
-        gone = {node for each in self.loops for node in each.nodes}
-        kept = tuple(r for r in outcome.rejections if (r.node, r.source) not in gone)
-        if self.loops:
-            before = max(outcome.wide_before, self.left + sum(each.values for each in self.loops))
-            after = min(outcome.wide_after, self.left) if outcome.wide_before else self.left
-            outcome = dataclasses.replace(outcome, wide_before=before, wide_after=after)
-        one_chunk = self.one_chunk and bool(kept)
-        said = [*(str(each) for each in self.loops), *([_ONE_CHUNK] if one_chunk else [])]
-        return dataclasses.replace(
-            outcome,
-            rejections=(*kept, *self.rejections),
-            stored=min(outcome.stored, len(kept) + sum(each.whole for each in self.loops)),
-            notes=(*outcome.notes, *dict.fromkeys(said)),
-            one_chunk=one_chunk,
-        )
-
-
-_ONE_CHUNK = "all rows fit into one chunk (option chunk_mib): no loop is needed at this size"
 
 
 def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
@@ -178,24 +116,67 @@ def _dtypes(graph: Graph) -> list[torch.dtype]:
 
 
 def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> RowsOutcome:
-    looped: list[Looped] = []
-    rejections: list[Rejection] = []
-    one_chunk = False
+    outcome = RowsOutcome()
     work_on_parts(graph, config.min_vocab)
-    for forward in (False, True):
-        for region in regions_of(graph, config.min_vocab):
+    gather_of_all(graph, config.min_vocab, fake_mode)
+    if _heads(graph, config):
+        compute_together(graph, config.min_vocab, fake_mode)
+    pieces = _pieces(graph, config)
+    for beside in (False, True):
+        for region in regions_of(graph, config.min_vocab, config.heads):
             emit = Emitter(graph, fake_mode)
             try:
-                made = _rewritten(graph, region, emit, config, forward and bool(looped))
-                one_chunk |= made is None
-                looped += made or []
+                plan = _planned(graph, region, config, piece := not pieces.isdisjoint(region.steps))
+                if not _pays(plan, region, beside and bool(outcome.loops)):
+                    continue
+                if all(each.whole for each in plan.sizes) and not piece:
+                    made = RowsOutcome(one_chunk=True)
+                else:
+                    made = _rewritten(graph, region, emit, plan, config)
+                outcome = outcome.then(made)
             except Refused as refused:
                 emit.discard()
-                rejections.append(
-                    Rejection.at(refused.reason, refused.node or next(iter(region.steps)))
+                node = refused.node or next(iter(region.steps))
+                outcome = outcome.then(
+                    RowsOutcome(rejections=(Rejection.at(refused.reason, node),))
                 )
-    left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if looped else 0
-    return RowsOutcome(tuple(looped), tuple(rejections), left, one_chunk)
+    left = sum(_is_left(node, config.min_vocab) for node in graph.nodes) if outcome.loops else 0
+    return dataclasses.replace(
+        outcome, left=left, rejections=(*outcome.rejections, *_still_whole(graph, config, outcome))
+    )
+
+
+def _still_whole(graph: Graph, config: RowsConfig, outcome: RowsOutcome) -> list[Rejection]:
+    """Heads larger than a chunk whose logits fused operators still read."""
+    told = {(each.node, each.source) for each in outcome.rejections}
+    heads = [
+        node
+        for node in _heads(graph, config)
+        if not _sizes(node, config).whole and _key(node) not in told and _serves(node, config)
+    ]
+    if not heads or not config.heads:
+        return []
+    return why_whole(graph, regions_of(graph, config.min_vocab, config.heads), heads)
+
+
+def _serves(head: Node, config: RowsConfig) -> bool:
+    """Whether fused operators read what is made of it, as wide as it is."""
+    found, waiting = {head}, [head]
+    while waiting:
+        users = waiting.pop().users
+        if any(name_of(user.target) == "slime_fused::row_stats" for user in users):
+            return True
+        waiting += [u for u in users if u not in found and is_wide(u, config.min_vocab)]
+        found.update(waiting)
+    return False
+
+
+def _key(node: Node) -> tuple[str, str]:
+    return str(node.target), source_of(node)
+
+
+def _heads(graph: Graph, config: RowsConfig) -> list[Node]:
+    return [n for n in graph.nodes if n.target in MATMULS and is_wide(n, config.min_vocab)]
 
 
 def _is_left(node: Node, min_vocab: int) -> bool:
@@ -204,64 +185,93 @@ def _is_left(node: Node, min_vocab: int) -> bool:
     return computed and is_wide(node, min_vocab)
 
 
+def _pieces(graph: Graph, config: RowsConfig) -> set[Node]:
+    """Heads of rows that the program has cut by itself: one chunk holds each, but backward would keep all of them."""
+    sizes = {node: _sizes(node, config) for node in _heads(graph, config)}
+    small = {n: each for n, each in sizes.items() if each.whole and "recompute" not in n.meta}
+    if sum(each.bytes for each in small.values()) <= max(
+        (each.chunk_bytes for each in small.values()), default=0
+    ):
+        return set()
+    found: dict[Node, int] = {}
+    for region in regions_of(graph, config.min_vocab, config.heads):
+        late = [loop for loop in loops_of(graph, region) if loop.backward]
+        again = {node for loop in late for node in loop.body if node in small}
+        found |= {node: small[node].bytes for node in again if not is_backward(node)}
+    limit = max((small[node].chunk_bytes for node in found), default=0)
+    return set(found) if sum(found.values()) > limit else set()
+
+
+def _sizes(head: Node, config: RowsConfig) -> Sizes:
+    *lead, columns = map(hint, shape_of(head))
+    return Sizes(math.prod(lead), columns, value(head).dtype.itemsize, config.chunk_bytes)
+
+
+def _multiplies(loop: Loop) -> bool:
+    """It makes the logits of a head."""
+    return any(node.target in MATMULS and loop.region.made_wide(node) for node in loop.body)
+
+
 def _rewritten(
-    graph: Graph, region: Region, emit: Emitter, config: RowsConfig, beside: bool
-) -> list[Looped] | None:
-    """Puts loops in the place of `region`, `beside` others or alone; None if all rows fit into one chunk."""
-    plan = _planned(graph, region, config)
-    sizes = [_sizes_of(loop, region, config) for loop in plan.loops]
-    if not plan.loops or not _pays(plan, region, beside):
-        return []
-    if all(each.whole for each in sizes):
-        return None
-    _check_unchanged(graph, plan.loops, region)
-    spared = [len(loop.spared(region)) for loop in plan.loops]
+    graph: Graph, region: Region, emit: Emitter, plan: Plan, config: RowsConfig
+) -> RowsOutcome:
+    """Puts the loops of `plan` in the place of `region`."""
+    _check_unchanged(graph, plan.loops)
+    early = plan.tangent is not None
+    outcome = told_of(region, plan.loops, plan.sizes, early, plan.waits)
+    outcome = dataclasses.replace(outcome, saved_bytes=saved_bytes(graph, region))
     for node in graph.nodes:
         emit.adopt(node)
     returned = Returned(graph)
     with graph.inserting_before(graph.output_node()):
-        emission = _Emission(plan, region, emit, config)
+        emission = Emission(plan, emit, config.compiled)
     emission.commit()
     tidy(graph)
     returned.keep_apart(emit.fake_mode, region.is_wide)
     graph.lint()
-    told = zip(plan.loops, sizes, spared, strict=True)
-    return [_told(loop, each, region, plan, values) for loop, each, values in told]
+    return outcome
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What becomes of a region.
-
-    Attributes:
-        tangent: given as 1 to the loops, if they make in forward what backward would.
-        puts: of results that the graph puts among other rows: where.
-        waits: why forward does not make the gradients.
-    """
-
-    loops: list[Loop]
-    tangent: Node | None
-    puts: dict[Node, Part]
-    waits: str = ""
-
-
-def _planned(graph: Graph, region: Region, config: RowsConfig) -> _Plan:
+def _planned(graph: Graph, region: Region, config: RowsConfig, piece: bool) -> Plan:
+    """The loops of `region`; of a `piece` the gradient waits."""
     loops = loops_of(graph, region)
+    plan = Plan(loops, [], None, _puts_of(loops, region))
     late = [loop for loop in loops if loop.backward]
-    again = any(region.made_wide(n) and n.target in MATMULS for loop in late for n in loop.body)
-    if not late or not again or config.in_forward == "never":
-        return _Plan(loops, None, _puts_of(loops, region))
-    try:
-        tangent = tangent_of(graph, region, late)
-        early = loops_of(graph, region, early=True)
-        if len(early) >= len(loops):
-            raise Refused("it needs sums over all rows of the loss")
-        limit = _sizes_of(late[0], region, config).bytes // SHARE
-        if config.in_forward == "auto" and kept_bytes(region, late) > limit:
-            raise Refused("its sums would be larger than a chunk may")
-    except Refused as reason:
-        return _Plan(loops, None, _puts_of(loops, region), str(reason))
-    return _Plan(early, tangent, _puts_of(early, region))
+    if any(map(_multiplies, late)):
+        try:
+            tangent, early = _early(graph, region, loops, config, piece)
+            plan = Plan(early, [], tangent, _puts_of(early, region))
+        except Refused as reason:
+            kept = plan.puts.keys()
+            loops = [
+                each if each.results.keys() & kept else by_columns(graph, each) for each in loops
+            ]
+            plan = dataclasses.replace(plan, loops=loops, waits=str(reason))
+    return dataclasses.replace(plan, sizes=[_sizes_of(loop, config) for loop in plan.loops])
+
+
+def _early(
+    graph: Graph, region: Region, loops: Sequence[Loop], config: RowsConfig, piece: bool
+) -> tuple[Node, list[Loop]]:
+    """The tangent given as 1, and loops that make in forward what backward would.
+
+    Raises:
+        Refused: that cannot be, or does not pay, with the reason.
+    """
+    if config.in_forward == "never":
+        raise Refused("option grad_in_forward is never")
+    if piece:
+        raise Refused("each piece would keep a gradient of the weight")
+    late = [loop for loop in loops if loop.backward]
+    tangent = tangent_of(graph, region, late)
+    early = loops_of(graph, region, early=True)
+    if len(early) >= len(loops):
+        raise Refused("it needs sums over all rows of the loss")
+    total = sum(loop.sum_bytes for loop in late)
+    if config.in_forward == "auto" and total > _sizes_of(late[0], config).bytes // SHARE:
+        mib = total / 2**20
+        raise Refused(f"its sum would take {mib:,.0f} MiB, more than a chunk may")
+    return tangent, early
 
 
 def _puts_of(loops: Sequence[Loop], region: Region) -> dict[Node, Part]:
@@ -281,22 +291,28 @@ def _is_flat(node: Node, region: Region) -> bool:
     return block is not None and block == normal(in_front(rank_of(node) - 1), shape_of(node))
 
 
-def _sizes_of(loop: Loop, region: Region, config: RowsConfig) -> Sizes:
+def _sizes_of(loop: Loop, config: RowsConfig) -> Sizes:
+    """Of a loop's chunks. A symbolic number of rows counts as many where a matmul's result would be whole."""
+    region = loop.region
     columns, item = region.widest(loop.body)
-    whole = Sizes(hint(region.rows), columns, item, config.chunk_bytes)
-    if config.chunk_bytes or any(node.target in MATMULS for node in loop.body):
+    rows, multiple = hint(region.rows), region.multiple
+    if any(node.target in MATMULS for node in loop.body):
+        rows = rows if isinstance(region.rows, int) else _MANY_ROWS
+        return Sizes(rows, columns, item, config.chunk_bytes, multiple=multiple)
+    whole = Sizes(rows, columns, item, config.chunk_bytes)
+    if config.chunk_bytes:
         return whole
     return dataclasses.replace(whole, limit=max(whole.bytes // _SHARE_GIVEN, _MIN_GIVEN))
 
 
-def _pays(plan: _Plan, region: Region, beside: bool) -> bool:
+def _pays(plan: Plan, region: Region, beside: bool) -> bool:
     """Whether a loop makes something wide beside what it hands out, other than by showing what it is given.
 
     Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out: it
     would be in memory beside what is made of it. A loop itself puts the gradient of a slice among the other rows.
     """
     loops = plan.loops
-    spared = [node for loop in loops for node in loop.spared(region)]
+    spared = [node for loop in loops for node in loop.spared]
     inside = [node for node in spared if node.target not in SHOWN and _is_computed(node)]
     if any(node.target in MATMULS for node in inside):
         return True
@@ -323,7 +339,7 @@ def _goes_on(node: Node, region: Region) -> bool:
     return False
 
 
-def _check_unchanged(graph: Graph, loops: Sequence[Loop], region: Region) -> None:
+def _check_unchanged(graph: Graph, loops: Sequence[Loop]) -> None:
     """Backward reads again what forward is given, after what forward has written over its inputs."""
     changed = changes_of(graph).in_forward
     if not changed:
@@ -332,82 +348,3 @@ def _check_unchanged(graph: Graph, loops: Sequence[Loop], region: Region) -> Non
         for node in loop.body:
             if loop.backward and not changed.isdisjoint(node.all_input_nodes):
                 raise Refused("the function changes in place a value a loop would read again", node)
-
-
-class _Emission:
-    """The new nodes: an operator for each loop, and what stands in the place of its results."""
-
-    def __init__(self, plan: _Plan, region: Region, emit: Emitter, config: RowsConfig) -> None:
-        self.plan, self.region, self.emit, self.config = plan, region, emit, config
-        self.made: dict[Node, Node] = {}
-        self.replacements: dict[Node, Node] = {}
-        self.into_forward: list[Node] = []
-        self.units: Units | None = None
-        if plan.tangent is not None:
-            self.units = Units(plan.tangent, descendants([plan.tangent]), emit)
-        for loop in plan.loops:
-            self._loop(loop)
-
-    def _loop(self, loop: Loop) -> None:
-        given = self.units.of if self.units is not None else lambda node: node
-        program = Program(loop, self.region, self.emit, self.plan.puts, self.made, given)
-        if not program.rows:
-            raise Refused("all rows are equal, and made of one", next(iter(loop.body)))
-        self.emit.origin = next(iter(loop.results))
-        node = self.emit.call(
-            fused.row_loop.default,
-            [each for each, *_ in program.rows],
-            list(program.whole),
-            list(program.sizes),
-            program.text(),
-            self.config.compiled,
-            _sizes_of(loop, self.region, self.config).limit,
-            "",
-        )
-        self._tag(node, loop)
-        for at, old in enumerate(loop.results):
-            self.emit.origin = old
-            found = self.emit.call(operator.getitem, node, at)
-            self._tag(found, loop)
-            self._put(old, found)
-
-    def _put(self, old: Node, found: Node) -> None:
-        part = self.plan.puts.get(old)
-        if part is not None:  # a later loop reads what the graph has of it
-            old, new = part.every, self.emit.reshape(found, self.emit.sizes(part.every))
-        else:
-            new = in_place_of(old, found, self.region, self.emit)
-            self.made[old] = new if old in self.region.sums else found
-        units = self.units
-        if units is not None and old in units.moving:
-            units.known(old, new)
-            new = self.emit.call(aten.mul.Tensor, new, units.tangent)
-            new.meta[TAG] = BACKWARD
-        self.replacements[old] = self.emit.laid_out_as(new, old)
-
-    def _tag(self, node: Node, loop: Loop) -> None:
-        if loop.backward:
-            node.meta[TAG] = BACKWARD
-        else:
-            node.meta.pop(TAG, None)
-            self.into_forward.append(node)
-
-    def commit(self) -> None:
-        """The edits; nothing here can refuse."""
-        if self.units is not None:
-            for node in ancestors(self.into_forward):
-                if is_backward(node):
-                    del node.meta[TAG]
-        for old, new in self.replacements.items():
-            old.replace_all_uses_with(new)
-
-
-def _told(loop: Loop, sizes: Sizes, region: Region, plan: _Plan, values: int) -> Looped:
-    wide = [node for node in loop.body if region.made_wide(node)]
-    chunks = -(-sizes.rows // sizes.row_chunk)
-    source = next(filter(None, map(source_of, wide)), "")
-    nodes = tuple((str(node.target), source_of(node)) for node in loop.body)
-    waits = plan.waits if loop.backward else ""
-    early = plan.tangent is not None
-    whole = 0 if loop.backward else sum(map(region.is_wide, loop.results))
-    return Looped(source, chunks, values, loop.backward, waits, early, nodes, whole)

@@ -55,7 +55,11 @@ def compute_apart(graph: Graph, min_vocab: int) -> int:
         region = grown(graph, head, hidden)
         region = grown(graph, head, hidden, *_joined(region, min_vocab))
         taken = _taken(region, min_vocab)
-        if _are_all(taken, region) and _meet(graph, taken) and not _needed_whole(region, taken):
+        if (
+            _are_all(taken, region)
+            and _meet(graph, taken, min_vocab)
+            and not _needed_whole(region, taken)
+        ):
             with graph.inserting_before(graph.output_node()):
                 _replace(emit, region, taken)
             tidy(graph)
@@ -123,12 +127,21 @@ def _are_all(taken: dict[Node, Range], region: Region) -> bool:
     return parts == list(itertools.pairwise(ends))
 
 
-def _meet(graph: Graph, taken: dict[Node, Range]) -> bool:
-    """Whether values of different parts meet row by row."""
-    first = next(iter(taken))
-    steps = grown(graph, first).steps.values()
-    read = {operand.node for step in steps for operand in step.operands()}
-    return any(node in read and rows != taken[first] for node, rows in taken.items())
+def _meet(graph: Graph, taken: dict[Node, Range], min_vocab: int) -> bool:
+    """Whether something as wide as they are, and of as many rows, is made of different parts."""
+    start, stop = next(iter(taken.values()))
+    made_of: dict[Node, set[Range]] = {node: {rows} for node, rows in taken.items()}
+    for node in graph.nodes:
+        if node not in made_of and is_wide(node, min_vocab) and _rows(node) == stop - start:
+            parts = [made_of[each] for each in node.all_input_nodes if each in made_of]
+            made_of[node] = set().union(*parts)
+            if len(made_of[node]) > 1:
+                return True
+    return False
+
+
+def _rows(node: Node) -> int:
+    return math.prod(map(hint, shape_of(node)[:-1]))
 
 
 def _needed_whole(region: Region, taken: dict[Node, Range]) -> bool:
@@ -147,7 +160,8 @@ def _replace(emit: Emitter, region: Region, taken: dict[Node, Range]) -> None:
         for part in parts.values():
             part.compute(node)
     for node, rows in taken.items():
-        every = next(iter(inside & {node.args[0], *node.args[0].all_input_nodes}))  # type: ignore[union-attr]
+        every: Any = node.args[0]
+        every = every.args[0] if every.target in SPLITS else every
         node.replace_all_uses_with(emit.reshape(parts[rows].made[every], emit.sizes(node)))
     for node in nodes:
         if inside >= node.users.keys() or not isinstance(value(node), torch.Tensor):

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import is_tangent
-from fx_passes.graph.facts import byte_count, is_backward, same, shape_of, value
-from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero
+from fx_passes.graph.facts import is_backward, same, shape_of, value
+from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero, name_of
 from fx_passes.graph.order import ancestors, descendants
-from fx_passes.linear.degrees import LINEAR, MULTIPLE, PLAIN, ZERO, degree_of_result, line_of
 from fx_passes.refused import Refused
+from fx_passes.rows.degrees import LINEAR, MULTIPLE, PLAIN, ZERO, degree_of_result, line_of
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.region import Region
 
@@ -79,17 +79,6 @@ def _check_kept(region: Region, results: Iterable[Node]) -> None:
         raise Refused("a checkpoint recomputes it in backward")
 
 
-def kept_bytes(region: Region, loops: Iterable[Loop]) -> int:
-    """Of sums in half precision, which need another one in float32 while they are made."""
-    results = [n for loop in loops if loop.backward for n in loop.results if n in region.sums]
-    return sum(2 * byte_count(n) for n in results if value(n).dtype.itemsize == 2)
-
-
-def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    return "" if schema is None else str(schema.name)
-
-
 def _is_linear(target: Any, found: Sequence[str]) -> bool:
     """Whether operands of these degrees, a multiple among them, give a multiple."""
     if target in _OF_FIRST:
@@ -99,7 +88,7 @@ def _is_linear(target: Any, found: Sequence[str]) -> bool:
     if target in MATMULS:
         return PLAIN not in found[:-2] and sorted(found[-2:]) == sorted([MULTIPLE, PLAIN])
     # a * b + c; torch 2.11 has none
-    fma = _name(target) == "prims::fma"
+    fma = name_of(target) == "prims::fma"
     return fma and found[:2].count(MULTIPLE) == 1 and found[2] != PLAIN
 
 
@@ -127,7 +116,7 @@ class _Degrees:
 
     def _found(self, node: Node) -> str:
         target: Any = node.target
-        if _name(target) == "slime_fused::row_grad":
+        if name_of(target) == "slime_fused::row_grad":
             return self._of_gradient(node)
         if not isinstance(value(node), Tensor):
             raise Refused(f"{line_of(node)} depends on the loss's gradient")

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fx_passes.graph.aliases import Aliases
+from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.emit import Emitter, viewable
 from fx_passes.graph.facts import (
     TAG,
@@ -80,7 +81,7 @@ def work_on_parts(
         if node.target in TAKES:
             node.replace_all_uses_with(first)
     with graph.inserting_before(graph.output_node()):
-        _answer(emit, asked)
+        _answer(emit, asked, min_vocab)
         work = _Work(emit, min_vocab, share, of_heads)
         spell_alike(emit, min_vocab, work.returned, of_heads)
         expand_operands(emit, min_vocab)
@@ -132,12 +133,25 @@ def _is_asked_for_size(node: Node, min_vocab: int) -> bool:
     return of.op == "call_function" and is_wide(of, min_vocab)
 
 
-def _answer(emit: Emitter, asked: list[Node]) -> None:
+def _answer(emit: Emitter, asked: list[Node], min_vocab: int) -> None:
     """What is asked for a size only is not computed for that."""
     for node in asked:
-        size = emit.size_of(value(node).node.expr)
+        expr = value(node).node.expr
+        size = emit.size_of(expr) or _narrow_size(emit, expr, min_vocab)
         if isinstance(size, Node):
             node.replace_all_uses_with(size)
+
+
+def _narrow_size(emit: Emitter, expr: Any, min_vocab: int) -> Node | None:
+    """The same size of something that is not as wide as a vocabulary."""
+    for node in emit.graph.nodes:
+        early = not (is_backward(node) or is_tangent(node))
+        if is_wide(node, min_vocab) or not early or not isinstance(value(node), torch.Tensor):
+            continue
+        for dim, size in enumerate(shape_of(node)):
+            if isinstance(size, torch.SymInt) and size.node.expr == expr:
+                return emit.call(aten.sym_size.int, node, dim)
+    return None
 
 
 def _make_in_forward(graph: Graph) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fx_passes.graph.facts import is_backward, value
+from fx_passes.graph.facts import byte_count, is_backward, value
 from fx_passes.graph.operators import COMPARISONS, MATMULS, SHOWN, under
 from fx_passes.graph.rows import Rows, Step
 from fx_passes.rows.region import Region
@@ -34,25 +34,34 @@ class Loop:
     """One loop over chunks of rows.
 
     Attributes:
+        region: what it is of.
         level: what it needs is made by loops of lower levels.
         results: what the graph, or a later loop, needs of it, in the order of the graph.
         body: what it computes for a chunk, in the order of the graph.
         backward: it needs what belongs to backward.
     """
 
+    region: Region
     level: int
     backward: bool
     results: dict[Node, None] = field(default_factory=dict)
     body: dict[Node, None] = field(default_factory=dict)
 
-    def spared(self, region: Region) -> list[Node]:
+    @property
+    def spared(self) -> list[Node]:
         """Full-vocabulary values of which it makes a chunk at a time, and which it does not hand out.
 
         Exception: the softmax kept for backward under `save="softmax"`.
         """
         shown = {under(node, SHOWN) for node in self.results} | self.results.keys()
-        made = [node for node in self.body if region.made_wide(node) and node not in shown]
+        made = [node for node in self.body if self.region.made_wide(node) and node not in shown]
         return [node for node in made if isinstance(value(node), Tensor) and not _is_kept(node)]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of sums in half precision: what their float32 totals take while they are made."""
+        sums = [node for node in self.results if node in self.region.sums]
+        return sum(2 * byte_count(node) for node in sums if value(node).dtype.itemsize == 2)
 
 
 def _is_kept(node: Node) -> bool:
@@ -192,7 +201,7 @@ class _Demands:
             self.waiting += node.all_input_nodes
             return
         level = levels.level[node]
-        loop = self.found.setdefault(level, Loop(level, levels.waits(node)))
+        loop = self.found.setdefault(level, Loop(region, level, levels.waits(node)))
         loop.results[node] = None
         self._fill(loop, [node])
 

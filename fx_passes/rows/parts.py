@@ -10,14 +10,16 @@ neither a copy of the part nor a second buffer of all rows exists. `work_on_part
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import (
+    rank_of,
     same,
     same_shape,
     shape_of,
@@ -25,6 +27,7 @@ from fx_passes.graph.facts import (
 )
 from fx_passes.graph.operators import (
     SAME_ROWS,
+    SPLITS,
     is_zero,
 )
 from fx_passes.graph.rows import Block, in_front
@@ -36,6 +39,7 @@ __all__ = [
     "Part",
     "is_of_rows",
     "move_of",
+    "piece_of",
     "put",
     "rows_put",
     "same_columns",
@@ -88,16 +92,19 @@ class Part:
     def numbers(self, emit: Emitter) -> Node:
         """The row numbers, [n]."""
         sizes = emit.sizes(self.every)[:-1]
-        found = emit.iota(emit.product(sizes), self.every)
-        found = emit.reshape(found, sizes)
+        found = self.take(emit, emit.reshape(emit.iota(emit.product(sizes), self.every), sizes), [])
+        return emit.reshape(found, [emit.product(emit.sizes(found))])
+
+    def take(self, emit: Emitter, found: Node, columns: list[Any]) -> Node:
+        """These rows of `found`, which has the rows of `every` and `columns` behind them."""
         for kind, dim, *rest in self.moves:
             if kind == "view":
-                found = emit.reshape(found, emit.sizes(rest[0])[:-1])
+                found = emit.reshape(found, [*emit.sizes(rest[0])[:-1], *columns])
             elif kind == "select":
                 found = emit.call(aten.select.int, found, dim, *rest)
             else:
                 found = emit.call(aten.slice.Tensor, found, dim, *rest)
-        return emit.reshape(found, [emit.product(emit.sizes(found))])
+        return found
 
 
 def taken(node: Node) -> Part | None:
@@ -115,10 +122,30 @@ def taken(node: Node) -> Part | None:
             and (move := move_of(node, inner, 1)) is not None
         ):
             moves.append(move)
+        elif (piece := piece_of(node)) is not None:
+            inner, move = piece
+            moves.append(move)
         else:
             break
         node = inner
     return _part(node, moves[::-1])
+
+
+def piece_of(node: Node) -> tuple[Node, Move] | None:
+    """The value of which `node` is a piece of rows, and the slice or selection that takes it."""
+    split: Any = node.args[0]
+    if node.target is not operator.getitem or split.target not in SPLITS:
+        return None
+    every, place, is_one = split.args[0], cast(int, node.args[1]), split.target is aten.unbind.int
+    dim = (split.args[1 if is_one else 2 :] or (0,))[0] % rank_of(every)
+    if dim == rank_of(every) - 1:
+        return None
+    if is_one:
+        return every, ("select", dim, place)
+    sizes = [each.shape[dim] for each in value(split)[: place + 1]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return every, ("slice", dim, sum(sizes[:-1]), sum(sizes), 1)
 
 
 def put(node: Node) -> Part | None:

@@ -12,7 +12,7 @@ the graph's text. It is JSON:
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
-    wide      [columns, bytes of one]: of the widest value of a chunk
+    wide      [columns, bytes of one, multiple]: of the widest value of a chunk, and of a chunk's rows
 
 A step that writes over its first argument (`row_grad_`) has that for its result.
 
@@ -32,10 +32,11 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import SizeArg, value
-from fx_passes.graph.operators import MATMULS, VIEWS
+from fx_passes.graph.facts import SizeArg, rank_of, value
+from fx_passes.graph.operators import MATMULS, VIEWS, turns
 from fx_passes.graph.rows import (
     COUNT,
+    NUMBERS,
     Across,
     Block,
     Rows,
@@ -49,7 +50,6 @@ from fx_passes.graph.rows import (
 from fx_passes.refused import Refused
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.parts import Part, taken
-from fx_passes.rows.region import Region
 
 aten = torch.ops.aten
 
@@ -61,6 +61,12 @@ _VIEWS = set(map(str, VIEWS))
 def _has_its_dtype(node: Node) -> bool:
     """A gradient in the dtype of the logits."""
     return bool(value(node).dtype == value(node.args[0]).dtype)
+
+
+def columns_of(text: str) -> int:
+    """Columns of the widest value of a chunk of rows; 0 of a loop over columns."""
+    columns, _, multiple = json.loads(urllib.parse.unquote(text))["wide"]
+    return columns if multiple == 1 else 0
 
 
 def values_read(arg: Any) -> set[Any]:
@@ -84,13 +90,18 @@ class Program:
     def __init__(
         self,
         loop: Loop,
-        region: Region,
         emit: Emitter,
         puts: Mapping[Node, Part],
         made: Mapping[Node, Node],
         given: Callable[[Node], Node],
     ) -> None:
-        self.loop, self.region, self.emit, self.made, self.given = loop, region, emit, made, given
+        self.loop, self.region, self.emit, self.made, self.given = (
+            loop,
+            loop.region,
+            emit,
+            made,
+            given,
+        )
         self.puts = {node: part for node, part in puts.items() if node in loop.results}
         self.rows: dict[tuple[Node, Block, int | None], int] = {}
         self.whole: dict[Node, int] = {}
@@ -100,8 +111,8 @@ class Program:
         self._known: dict[str, Any] = {}
         self.results: list[list[Any]] = []
         for node in loop.body:
-            if node not in region.sums:
-                self._at[node] = self._step(region.steps[node])
+            if node not in self.region.sums:
+                self._at[node] = self._step(self.region.steps[node])
         for node in loop.results:
             self.results.append(self._result(node))
         for node in loop.body:
@@ -128,12 +139,13 @@ class Program:
             ],
             "steps": numbered(self.steps),
             "results": numbered(self.results),
-            "wide": self.region.widest(self.loop.body),
+            "wide": [*self.region.widest(self.loop.body), self.region.multiple],
         }
         return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
 
     def _write_over_logits(self, at: tuple[str, int]) -> None:
         """That step's gradient overwrites logits that a matmul of the loop makes, if it is the last to read them."""
+        at = self._shown(at)
         name, args, kwargs = self.steps[at[1]]
         if name != _GRADIENT:
             return  # an equal one has been looked at
@@ -177,6 +189,9 @@ class Program:
             return self._step(arg)
         if arg is COUNT:
             return {"n": 1}
+        if arg is NUMBERS:
+            numbers = self.emit.iota(self.region.rows, next(iter(self.loop.body)))
+            return self._chunk(Rows(numbers, in_front(1)))
         if isinstance(arg, Node):
             return self._size(arg)
         if isinstance(arg, torch.dtype):
@@ -201,7 +216,10 @@ class Program:
         else:
             of_loop = self.made.get(node)
             outer, block = (self.given(node), block) if of_loop is None else (of_loop, in_front(1))
-            found = self._rows_of(outer, normal(block, shape_of_value(outer)))
+            block = normal(block, shape_of_value(outer))
+            while turns(outer) and rank_of(outer) == 2 and len(block.dims) == 1:
+                outer, block = outer.args[0], Block((1 - block.dims[0],))  # type: ignore[assignment]
+            found = self._rows_of(outer, block)
         if not operand.gap:
             return found
         rest = operand.block.rest(shape_of_value(node))
@@ -236,10 +254,19 @@ class Program:
 
     def _given(self, operand: Whole) -> Any:
         node = self.made.get(operand.node) or self.given(operand.node)
+        if turns(node) and rank_of(node) == 2 and operand.without is None:
+            return self._turned(node)
         if operand.without is not None and operand.without.dims:
             sizes = self.emit.sizes(node)
             node = self.emit.reshape(node, operand.without.rest(sizes))
         return {"v": ("whole", self.whole.setdefault(node, len(self.whole)))}
+
+    def _turned(self, node: Node) -> Any:
+        """A matrix as the program has it, and turned for each chunk: a weight is given once."""
+        inner: Node = node.args[0]  # type: ignore[assignment]
+        if turns(inner):
+            return self._given(Whole(inner.args[0]))  # type: ignore[arg-type]
+        return self._told([str(aten.permute.default), [self._given(Whole(inner)), [1, 0]], {}])
 
     # -- results ---------------------------------------------------------------------------------
 

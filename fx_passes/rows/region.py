@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from fx_passes.graph.facts import (
     shape_of,
     value,
 )
-from fx_passes.graph.operators import SHOWN, VIEWS, under
+from fx_passes.graph.operators import MATMULS, SHOWN, VIEWS, under
 from fx_passes.graph.rows import (
     Across,
     Block,
@@ -44,6 +44,7 @@ from fx_passes.graph.rows import (
 )
 
 aten = torch.ops.aten
+Stepped = Callable[[Node, Block], Step | None]
 
 _SHARE = 4  # of the vocabulary: what has fewer columns than that share of it is narrow
 _SCALES: set[Any] = {aten.exp.default, aten.log.default, aten.exp2.default, aten.log1p.default}
@@ -57,7 +58,8 @@ class Region:
         vocab: columns of the values that it began with.
         blocks: where the rows lie in each value that has them, given ones included.
         steps: of each node that is computed row by row.
-        sums: of each node that adds over all rows.
+        sums: of each node that adds wide values over all rows.
+        multiple: of the rows of a chunk.
     """
 
     rows: Any
@@ -65,6 +67,7 @@ class Region:
     blocks: dict[Node, Block] = field(default_factory=dict)
     steps: dict[Node, Step] = field(default_factory=dict)
     sums: dict[Node, Across] = field(default_factory=dict)
+    multiple: int = 1
 
     def is_wide(self, node: Node) -> bool:
         """Has rows, and about as many columns as the vocabulary; so has what gives several values."""
@@ -94,21 +97,31 @@ class Region:
         return max(found, key=math.prod)
 
 
-def regions_of(graph: Graph, min_vocab: int) -> list[Region]:
-    """The regions of `graph`, the largest vocabulary first; they have no node in common."""
-    found: list[Region] = []
+def regions_of(graph: Graph, min_vocab: int, heads: bool) -> Iterator[Region]:
+    """The regions of `graph`, the largest vocabulary first; no full-vocabulary value or sum is in two of them.
+
+    The caller may put loops in the place of one before it asks for the next.
+
+    Args:
+        heads: whether they have the matmuls that make logits; else they are given these.
+    """
+    step = step_of if heads else _step_of_given
     seeds = sorted(_seeds(graph, min_vocab), key=lambda n: -hint(shape_of_value(n)[-1]))
+    widths = [hint(shape_of_value(seed)[-1]) for seed in seeds]
     taken: set[Node] = set()
-    for seed in seeds:
-        widest = hint(shape_of_value(seeds[0])[-1])
-        if seed in taken or hint(shape_of_value(seed)[-1]) * _SHARE < widest:
+    for seed, width in zip(seeds, widths, strict=True):
+        if seed in taken or width * _SHARE < widths[0]:
             continue
-        region = grown(graph, seed)
-        mine = region.steps.keys() | region.sums.keys()
+        region = grown(graph, seed, step=step)
+        wide = {node for node in region.blocks if region.is_wide(node)}
+        mine = {node for node in wide if node in region.steps} | region.sums.keys()
         if taken.isdisjoint(mine) and _is_of_alternatives(region):
-            found.append(region)
-            taken |= region.blocks.keys() | mine
-    return found
+            taken |= wide | mine
+            yield region
+
+
+def _step_of_given(node: Node, block: Block) -> Step | None:
+    return None if node.target in MATMULS else step_of(node, block)
 
 
 def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
@@ -146,13 +159,20 @@ def _is_of_alternatives(region: Region) -> bool:
     return any(are_alternatives(n) or n.target in _SCALES for n in nodes)
 
 
-def grown(graph: Graph, *seeds: Node) -> Region:
-    """What works row by row on the rows of the first of `seeds`, which have them in all dimensions but the last."""
+def grown(
+    graph: Graph, *seeds: Node, block: Block | None = None, step: Stepped = step_of
+) -> Region:
+    """What works row by row on the rows of the first of `seeds`, which have them in all dimensions but the last.
+
+    Args:
+        block: where the first one has its rows, if elsewhere.
+        step: says how a node is computed over a chunk.
+    """
     seed, *others = seeds
     shape = shape_of_value(seed)
-    region = Region(_rows(seed), shape[-1])
-    growth = _Growth(region)
-    block = normal(in_front(len(shape) - 1), shape)
+    block = normal(block or in_front(len(shape) - 1), shape)
+    region = Region(math.prod(block.lead(shape)), math.prod(block.rest(shape)))
+    growth = _Growth(region, step)
     if not growth.enter(seed, block):
         region.blocks[seed] = block
     for each in others:
@@ -185,8 +205,8 @@ def in_place_of(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
 
 
 class _Growth:
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    def __init__(self, region: Region, step: Stepped) -> None:
+        self.region, self.step = region, step
 
     def look_at(self, node: Node) -> None:
         """Takes `node` into the region if it works on rows of what is there."""
@@ -196,9 +216,14 @@ class _Growth:
             self.enter(node, block)
             return
         found = across(node, known)
-        if found is not None and self._agrees(found.step):
+        if found is not None and self._is_of_wide(found) and self._agrees(found.step):
             self.region.sums[node] = found
             self._pull(found.step)
+
+    def _is_of_wide(self, found: Across) -> bool:
+        """Sums of a few numbers per row are left to the compiler."""
+        operands = [each for each in found.step.operands() if isinstance(each, Rows)]
+        return any(self._is_large(each.node, each.block) for each in operands)
 
     def enter(self, node: Node, block: Block) -> bool:
         """Whether `node` can be computed over chunks of the rows in `block`; then it is of the region."""
@@ -209,7 +234,7 @@ class _Growth:
             return False
         if node.target is operator.getitem and not self.enter(node.all_input_nodes[0], block):
             return False
-        step = step_of(node, block)
+        step = self.step(node, block)
         if step is None or not self._agrees(step):
             return False
         self.region.blocks[node], self.region.steps[node] = block, step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -16,17 +17,17 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value, wide_nodes
+from fx_passes.graph.facts import is_wide, rank_of, same, same_shape, shape_of, value, wide_nodes
 from fx_passes.graph.operators import (
     RESHAPES,
-    SPLITS,
     is_elementwise,
     is_zero,
+    name_of,
     read_back,
     under,
     written_over,
 )
-from fx_passes.rows.parts import PUTS, Part, put, rows_put, taken
+from fx_passes.rows.parts import PUTS, Part, piece_of, put, rows_put, taken
 
 __all__ = ["added", "expand_operands", "is_of_numbers", "spell_alike"]
 
@@ -60,30 +61,12 @@ def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], of_hea
 
 
 def _piece(emit: Emitter, node: Node) -> Node | None:
-    split: Node = node.args[0]  # type: ignore[assignment]
-    if split.target not in SPLITS:
+    found = piece_of(node)
+    split: Any = node.args[0]
+    if found is None or len(split.users) == len(value(split)):
         return None
-    every: Any = split.args[0]
-    dim = (
-        (split.args[1:] or (0,))[-1]
-        if split.target is aten.unbind.int
-        else (split.args[2:] or (0,))[0]
-    )
-    at, sizes = _dim(dim, every), [shape_of(each) for each in value(split)]
-    unread = len(split.users) < len(sizes)
-    if not unread or at is None:
-        return None
-    place: int = node.args[1]  # type: ignore[assignment]
-    if split.target is aten.unbind.int:
-        return emit.call(aten.select.int, every, at, place)
-    start = sum(size[at] for size in sizes[:place])
-    return _slice(emit, every, at, start, start + sizes[place][at])
-
-
-def _slice(emit: Emitter, every: Node, at: int, start: Any, end: Any) -> Node | None:
-    if not all(isinstance(each, int) for each in (start, end)):
-        return None
-    return emit.call(aten.slice.Tensor, every, at, start, end)
+    every, (kind, *place) = found
+    return emit.call(aten.select.int if kind == "select" else aten.slice.Tensor, every, *place)
 
 
 def _joined(emit: Emitter, node: Node) -> Node | None:
@@ -132,23 +115,39 @@ def added(emit: Emitter, nodes: Sequence[Node]) -> Node:
 
 def expand_operands(emit: Emitter, min_vocab: int) -> None:
     """A number for some of the dimensions of rows becomes one for each row, as a view."""
-    for node in wide_nodes(emit.graph, min_vocab):
-        if is_elementwise(node):
-            _expand_operands_of(emit, node)
+    rows = {str(math.prod(shape_of(node)[:-1])) for node in wide_nodes(emit.graph, min_vocab)}
+    for node in list(emit.graph.nodes):
+        if is_wide(node, min_vocab) and is_elementwise(node):
+            _expand_operands_of(emit, node, rank_of(node) - 1)
+        elif is_elementwise(node) and str(math.prod(shape_of(node))) in rows:
+            _expand_operands_of(emit, node, rank_of(node))
+        if name_of(node.target) == "slime_fused::row_stats":
+            _expand_scale(emit, node)
 
 
-def _expand_operands_of(emit: Emitter, node: Node) -> None:
+def _expand_operands_of(emit: Emitter, node: Node, rows: int) -> None:
+    """Of a node whose first dimensions are `rows`."""
     shape = shape_of(node)
     for operand in node.all_input_nodes:
         if not isinstance(value(operand), torch.Tensor):
             continue
         own = shape_of(operand)
-        lead = own[:-1] if len(own) == len(shape) else ()
+        lead = own[:rows] if len(own) == len(shape) else ()
         ones = [same(size, 1) for size in lead]
-        if any(ones) and not all(ones) and not same_shape(lead, shape[:-1]):
+        if any(ones) and not all(ones) and not same_shape(lead, shape[:rows]):
             emit.origin = node
-            sizes = [*emit.sizes(node)[:-1], emit.sizes(operand)[-1]]
+            sizes = [*emit.sizes(node)[:rows], *emit.sizes(operand)[rows:]]
             node.replace_input_with(operand, emit.expand(operand, sizes))
+
+
+def _expand_scale(emit: Emitter, node: Node) -> None:
+    args: Any = node.args
+    x, scale, *rest = args
+    if scale is None or not shape_of(scale) or same_shape(shape_of(scale)[:-1], shape_of(x)[:-1]):
+        return
+    emit.origin = node
+    rows = emit.expand(scale, [*emit.sizes(x)[:-1], 1])
+    node.args = (x, rows, *rest)
 
 
 def _added_to_zero(emit: Emitter, node: Node) -> Node | None:

@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 from fx_passes.graph.formulas import Formulas
 from fx_passes.inplace import Consume
-from fx_passes.linear import InForward, LinearConfig
 from fx_passes.outcome import FuseConfig, Save
 from fx_passes.pipeline import NAMES
-from fx_passes.rows import RowsConfig
+from fx_passes.rows import InForward, RowsConfig
 from slime_compile.torch_private import inductor_config
 
 Inner = Literal["inductor", "aot_eager"]
@@ -129,15 +128,16 @@ class Options:
             merge_collectives=self.merge_collectives,
         )
 
-    def linear_config(self) -> LinearConfig:
-        """The configuration of the pass over heads."""
-        return LinearConfig(self.chunk_mib * MIB, self.verify, self.grad_in_forward)
-
     def rows_config(self, min_vocab: int) -> RowsConfig:
         """The configuration of the pass over rows."""
-        chunk = self.chunk_mib * MIB
-        compiled = self.inner == "inductor"
-        return RowsConfig(min_vocab, chunk, self.grad_in_forward, self.verify, compiled)
+        return RowsConfig(
+            min_vocab,
+            heads=self.lm_head,
+            chunk_bytes=self.chunk_mib * MIB,
+            in_forward=self.grad_in_forward,
+            verify=self.verify,
+            compiled=self.inner == "inductor",
+        )
 
 
 def known_options() -> tuple[str, ...]:

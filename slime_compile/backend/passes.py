@@ -79,7 +79,6 @@ def _config(
         fuse=options.fuse_config(min_vocab, FORMULAS),
         rows=options.rows_config(min_vocab),
         by_rows=options.by_rows,
-        linear=options.linear_config(),
         lm_head=options.lm_head,
         consume_logits=options.consume_logits,
         held=record.held,

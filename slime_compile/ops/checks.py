@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_compile.ops.reference import AFFINE, TERM, compute_dtype
 from slime_compile.torch_private import has_internal_overlap, sym_or, torch_check
 
-__all__ = ["check_grad", "check_result_dtype", "check_stats", "check_writable"]
+__all__ = ["check_grad", "check_memory", "check_result_dtype", "check_stats", "check_writable"]
 
 
 def _check(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
@@ -117,4 +117,16 @@ def check_alone(x: Tensor, others: Sequence[Tensor]) -> None:
                 "`x` must share its memory with no other tensor that backward reads, since its values are overwritten; "
                 f"in this call an input of shape {list(other.shape)} is a view of the logits, of shape {list(x.shape)}. "
                 "Pass a clone of it, or compile without options={'consume_logits': True}."
+            )
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """FSDP frees the memory of a weight that it has sharded again, and leaves the tensor."""
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"`{name}` must have memory, got shape {list(tensor.shape)} over a storage of 0 bytes. Has FSDP "
+                "sharded it again? Keep the head's parameters gathered until backward (reshard_after_forward=False)."
             )

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops import linear_chunks
+from slime_compile.ops.checks import check_memory
 from slime_compile.ops.operators import kernels_of, register
 from slime_compile.ops.reference import AFFINE, TERM, compute_dtype
 from slime_compile.ops.regions import on_call
 from slime_compile.ops.row_program import compiled
 from slime_compile.torch_private import torch_check
 
-__all__ = ["check_memory", "linear_row_both", "linear_row_grad", "linear_row_stats"]
+__all__ = ["linear_row_both", "linear_row_grad", "linear_row_stats"]
 
 # ---- schema -------------------------------------------------------------------------------------------------------
 
@@ -95,18 +96,6 @@ def _check_same(what: str, name: str, given: object, wanted: object) -> None:
     _check(
         given == wanted, lambda: f"`{name}` must have the {what} of `hidden`, {wanted}, got {given}"
     )
-
-
-def check_memory(**tensors: Tensor | None) -> None:
-    """FSDP frees the memory of a weight that it has sharded again, and leaves the tensor."""
-    for name, tensor in tensors.items():
-        if tensor is None or not tensor.numel():
-            continue
-        if tensor.untyped_storage().nbytes() == 0:
-            raise RuntimeError(
-                f"`{name}` must have memory, got shape {list(tensor.shape)} over a storage of 0 bytes. Has FSDP "
-                "sharded it again? Keep the head's parameters gathered until backward (reshard_after_forward=False)."
-            )
 
 
 def _check_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:

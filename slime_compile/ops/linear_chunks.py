@@ -11,7 +11,7 @@ Which chunks:
     backward, by rows      hidden's gradient is complete after each chunk, the weight's is a sum over chunks
     backward, by columns   the weight's gradient is complete after each chunk, hidden's is a sum over chunks
 
-The smaller sum wins; `fx_passes/linear/chunks.py` says how large a chunk is. A sum over chunks is kept in float32
+The smaller sum wins; `fx_passes/rows/chunks.py` says how large a chunk is. A sum over chunks is kept in float32
 (float64 for float64): for narrower dtypes each chunk's share is rounded to the dtype once, by the matmul, and the sum
 once more at the end.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fx_passes.linear.chunks import Sizes, beside_softcap
+from fx_passes.rows.chunks import Sizes, beside_softcap
 from slime_compile.ops.checks import check_grad
 from slime_compile.ops.operators import Kernels
 from slime_compile.ops.reference import compute_dtype

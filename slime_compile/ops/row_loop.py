@@ -21,9 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fx_passes.linear.chunks import Sizes
+from fx_passes.rows.chunks import Sizes
 from fx_passes.rows.program import values_read
 from slime_compile.ops import holders
+from slime_compile.ops.checks import check_memory
 from slime_compile.ops.linear_chunks import Sum
 from slime_compile.ops.operators import holders_named, register, why_beside
 from slime_compile.ops.regions import on_call, placed, was_under_hooks
@@ -62,14 +63,14 @@ class Program:
         blocks: the dimensions with rows, of each tensor that has them.
         parts: of each of these tensors the value that says which of its rows are the loop's, -1 for all.
         steps, results: see NOTE [Loops as text].
-        wide: columns, and bytes of one, of the widest value of a chunk.
+        wide: columns, and bytes of one, of the widest value of a chunk; of what number its rows are a multiple.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     parts: tuple[int, ...]
     steps: tuple[Any, ...]
     results: tuple[Any, ...]
-    wide: tuple[int, int]
+    wide: tuple[int, int, int]
 
     def steps_of(self, over: tuple[int, int] | None) -> Steps:
         """With the values that are written into results, and those that are added.
@@ -195,19 +196,24 @@ def _row_count(cuts: Sequence[Cut]) -> int:
     return counts.pop()
 
 
-def pieces(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) of as few chunks of at most `size` rows as there can be, as equal as they can be."""
+def pieces(rows: int, size: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """[start, stop) of as few chunks of at most `size` rows as there can be, as equal as they can be.
+
+    Args:
+        multiple: where `size` is one of it, a chunk's rows are, too, but for the last chunk's.
+    """
     count = max(-(-rows // max(size, 1)), 1)
+    multiple = multiple if size % multiple == 0 else 1
     start = 0
     for number in range(count):
-        stop = rows * (number + 1) // count
+        stop = min(-(-rows * (number + 1) // count // multiple) * multiple, rows)
         yield start, stop
         start = stop
 
 
 def _row_chunk(program: Program, rows: int, chunk_bytes: int) -> int:
-    columns, item = program.wide
-    return Sizes(rows, columns, item, chunk_bytes).row_chunk
+    columns, item, multiple = program.wide
+    return Sizes(rows, columns, item, chunk_bytes, multiple=multiple).row_chunk
 
 
 # ---- results ------------------------------------------------------------------------------------------------------
@@ -344,6 +350,7 @@ def run_loop(
 ) -> list[Tensor]:
     """All chunks. `over`: a contiguous tensor of `rows`, and the number of the result that is written over it."""
     told = read(program)
+    check_memory(**{f"operand {at}": each for at, each in enumerate((*rows, *whole))})
     shared = [tensor.detach() for tensor in whole]
 
     def given(value: int) -> Tensor | None:
@@ -352,7 +359,7 @@ def run_loop(
     parts = map(given, told.parts)
     cuts = list(map(Cut, rows, told.blocks, parts))
     count = _row_count(cuts)
-    every = list(pieces(count, _row_chunk(told, count, chunk_bytes)))
+    every = list(pieces(count, _row_chunk(told, count, chunk_bytes), told.wide[2]))
     outs = {} if over is None else {over[1]: cuts[over[0]].flat}
     results = [
         _Result(each, rows[0], sizes, count, len(every), outs.get(at), given(_numbers(each)))

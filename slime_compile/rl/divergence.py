@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime_compile.ops.linear import check_memory
+from slime_compile.ops.checks import check_memory
 from slime_compile.ops.reference import compute_dtype
 from slime_compile.rl.linear_log_probs import as_autocast, check_head
 from slime_compile.rl.row_statistics import check_temperature, scale_of

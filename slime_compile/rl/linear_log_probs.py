@@ -34,7 +34,7 @@ __all__ = [
     "log_probs_entropy_and_hits",
 ]
 
-_DEFAULT_CHUNK = 0  # bytes: `fx_passes/linear/chunks.py` chooses
+_DEFAULT_CHUNK = 0  # bytes: `fx_passes/rows/chunks.py` chooses
 
 
 def linear_log_probs_and_entropy(

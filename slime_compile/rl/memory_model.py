@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from fx_passes.linear.chunks import SHARE, Sizes
-from slime_compile.backend.options import Options
+from fx_passes.rows.chunks import SHARE, Sizes
+from slime_compile.backend.options import MIB, Options
 
 # Per-row values of a loss that are alive at the peak: statistics, targets, coefficients of the
 # gradient, the caller's log-probs, advantages and masks. Small beside a row of logits.
@@ -157,7 +157,7 @@ class _Loss:
         whole = tokens * self.row
         if not self._in_chunks:
             return whole
-        limit = self.options.linear_config().chunk_bytes
+        limit = self.options.chunk_mib * MIB
         return min(whole, Sizes(tokens, self.vocab, self.dtype.itemsize, limit).chunk_bytes)
 
     def _sum(self, tokens: int) -> int:

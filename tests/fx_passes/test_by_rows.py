@@ -567,7 +567,7 @@ def test_a_gradient_overwrites_the_logits_of_a_loop(
     dtype: torch.dtype, inner: str, graphs: list[Graph]
 ) -> None:
     given = _heads(dtype) | {"target": torch.arange(ROWS)}
-    check(_cross_entropy, given, inner=inner, without="linear")
+    check(_cross_entropy, given, inner=inner)
     if inner == "aot_eager":
         assert "slime_fused.row_grad_.default" in str([node.args for node in loops(graphs[0])])
 
@@ -646,7 +646,7 @@ def test_rows_that_are_returned_wait(graphs: list[Graph]) -> None:
 def waits(reason: str) -> bool:
     """Whether the report says that the gradient is taken in backward for this reason."""
     return any(
-        "the gradient is computed in backward: " in n and n.endswith(reason) for n in notes()
+        "the gradient is computed in backward: " in n and reason in n for n in notes()
     )
 
 
@@ -700,7 +700,7 @@ WAITING: dict[str, tuple[str, Callable[..., Tensor], dict[str, Tensor]]] = {
         _heads(),
     ),
     "few rows in bfloat16": (
-        "its sums would be larger than a chunk may",
+        "its sum would take",
         _of(lambda x: _squares(x.float()).mean()),
         _heads(torch.bfloat16),
     ),
@@ -1063,9 +1063,8 @@ def test_names_of_the_table() -> None:
 def test_report() -> None:
     fn, frozen = CASES["own-two_tokens_ahead"]
     check(fn, inputs_of(fn, ROWS, VOCAB, torch.float32, HIDDEN), frozen)
-    (line,) = [note for note in notes() if "chunks of rows" in note]
-    assert line.startswith("forward runs in 4 chunks of rows from ")
-    assert line.endswith(" full-vocabulary values one chunk exists at a time")
+    (line,) = [note for note in notes() if note.startswith("the logits")]
+    assert "are never materialised in full: chunks of " in line
     assert "rows.py:" in line
     rejections = [r for graph in slime_compile.reports()[-1].graphs for r in graph.rejections]
     assert not [r for r in rejections if "argmax" in r.reason]

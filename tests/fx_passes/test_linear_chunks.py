@@ -2,7 +2,7 @@
 
 import pytest
 
-from fx_passes.linear.chunks import MAX_BYTES, MIN_BYTES, Sizes
+from fx_passes.rows.chunks import MAX_BYTES, MIN_BYTES, Sizes
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from fx_passes.linear import chunks
+from fx_passes.rows import chunks
 from slime_compile.ops import linear, linear_chunks, linear_reference, row_program
 from tests.support.harness import no_worse_than_eager
 

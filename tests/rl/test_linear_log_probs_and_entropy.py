@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.measure.measure import profiled_peak
-from fx_passes.linear import chunks
+from fx_passes.rows import chunks
 from slime_compile.ops import native, torch_calls
 from slime_compile.rl.linear_log_probs import (
     linear_log_probs_and_entropy,

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
 import slime_compile
-from fx_passes.linear import chunks
+from fx_passes.rows import chunks
 from slime_compile.backend import options as backend_options
 from tests.cases.spellings import BSV, IGNORE, MUST_FUSE, Spelling
 

@@ -23,7 +23,8 @@ COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever th
 class Sizes:
     """Logits [rows, vocab] of `itemsize` bytes each; `limit` are the bytes of a chunk, 0 for the default.
 
-    A chunk has `beside` bytes more for each of its logits: what a softcap needs.
+    A chunk has `beside` bytes more for each of its logits: what a softcap needs. Its rows are a `multiple`, if as many
+    fit.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class Sizes:
     itemsize: int
     limit: int = 0
     beside: int = 0
+    multiple: int = 1
 
     @property
     def held(self) -> int:
@@ -50,7 +52,10 @@ class Sizes:
     @property
     def row_chunk(self) -> int:
         """Rows of a chunk of whole rows."""
-        return _even(self.rows, self.chunk_bytes // (self.vocab * self.held))
+        fit = self.chunk_bytes // max(self.vocab * self.held, 1)
+        size = _even(self.rows, fit)
+        aligned = -(-size // self.multiple) * self.multiple
+        return min(aligned, self.rows) if aligned <= fit else size
 
     @property
     def column_chunk(self) -> int:
