@@ -174,7 +174,7 @@ def told_of(
         for node, found in sorted(chunks.items())
     ]
     returned = [
-        Rejection.at("the logits are returned, so they are materialised in full", node)
+        Rejection.at(_why(region), node)
         for node in sorted(handed_out)
         if _is_head(node) and region.made_wide(node)
     ]
@@ -215,22 +215,25 @@ def why_whole(graph: Graph, regions: Iterable[Region], heads: Iterable[Node]) ->
         if rank_of(node) > 2:
             reason = "a batch of matrices is multiplied, each by a matrix of its own"
         elif node in inside:
-            reason = _read_outside(inside[node])
+            found.append(Rejection.at(_why(inside[node]), node))
+            continue
         else:
             reason = "the matmul does not work row by row on what its readers read"
         found.append(Rejection.at(f"the logits are materialised in full: {reason}", node))
     return found
 
 
-def _read_outside(region: Region) -> str:
+def _why(region: Region) -> str:
+    """The reader outside of `region` for which its logits are whole."""
     for node in filter(region.made_wide, region.steps):
         for user in node.users:
             if user.op == "output":
-                return "they are returned"
+                return "the logits are returned, so they are materialised in full"
             if user not in region.steps and user not in region.sums:
                 where = source_of(user)
-                return f"{user.target}{f' at {where}' if where else ''} does not work row by row"
-    return "the loop would save nothing"
+                by = f"{user.target}{f' at {where}' if where else ''}"
+                return f"the logits are materialised in full: {by} does not work row by row"
+    return "the logits are materialised in full: a loop would save nothing"
 
 
 def saved_bytes(graph: Graph, region: Region) -> int:

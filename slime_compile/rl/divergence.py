@@ -1,7 +1,7 @@
 """Divergence of a student from a teacher, per token, for eager callers: neither model's logits are whole.
 
 Entry point: `linear_divergence`. The formulas are plain torch below; `torch.compile` with our backend runs them over
-chunks of rows (the passes `linear` and `rows`). Backward makes both models' chunks again. Vocabulary shards are not
+chunks of rows (the pass `rows`). Backward makes both models' chunks again. Vocabulary shards are not
 handled: write the loss with its all-reduces in a compiled function (docs/tensor_parallelism.md).
 """
 

@@ -645,9 +645,7 @@ def test_rows_that_are_returned_wait(graphs: list[Graph]) -> None:
 
 def waits(reason: str) -> bool:
     """Whether the report says that the gradient is taken in backward for this reason."""
-    return any(
-        "the gradient is computed in backward: " in n and reason in n for n in notes()
-    )
+    return any("the gradient is computed in backward: " in n and reason in n for n in notes())
 
 
 def _of(loss: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
