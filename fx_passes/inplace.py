@@ -32,7 +32,7 @@ from fx_passes.graph.operators import MATMULS
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.graph.user_lines import source_of
 from fx_passes.refused import Refused
-from fx_passes.rows.program import columns_of
+from fx_passes.rows.program import wide_results
 from fx_passes.torch_private import PlainAOTInput, statically_known_true
 
 aten = torch.ops.aten
@@ -169,13 +169,14 @@ def _gradients_of(node: Node) -> list[_Gradient]:
     if node.target is torch.ops.slime_fused.row_grad.default:
         return [_Gradient(node, node.args[0])]  # type: ignore[arg-type]
     rows: Any = node.args[0]
-    columns = columns_of(node.args[3])  # type: ignore[arg-type]
+    columns, results = wide_results(node.args[3])  # type: ignore[arg-type]
     largest = max(map(byte_count, rows))
     for result, wide in enumerate(value(node)):
         for at, x in enumerate(rows):
             own = value(x)
             if (
-                rows.count(x) == 1
+                result in results
+                and rows.count(x) == 1
                 and same(own.shape[-1], columns)
                 and byte_count(x) == largest
                 and own.dtype == wide.dtype

@@ -9,6 +9,7 @@ the graph's text. It is JSON:
     rows      of each tensor with rows its block: [dims], or [dims, value]: the rows of these numbers
     steps     [operator, arguments, keyword arguments], in an order that can run
     results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
+              ["matmul", left, right, dtype, sizes]   left @ right, written as chunks of rows  [N, *sizes]
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
@@ -63,10 +64,12 @@ def _has_its_dtype(node: Node) -> bool:
     return bool(value(node).dtype == value(node.args[0]).dtype)
 
 
-def columns_of(text: str) -> int:
-    """Columns of the widest value of a chunk of rows; 0 of a loop over columns."""
-    columns, _, multiple = json.loads(urllib.parse.unquote(text))["wide"]
-    return columns if multiple == 1 else 0
+def wide_results(text: str) -> tuple[int, set[int]]:
+    """Columns of the widest value of a chunk of rows, 0 of a loop over columns; and the results that may be as wide."""
+    told = json.loads(urllib.parse.unquote(text))
+    columns, _, multiple = told["wide"]
+    found = {at for at, (how, *_) in enumerate(told["results"]) if how in ("rows", "put")}
+    return (columns if multiple == 1 else 0), found
 
 
 def values_read(arg: Any) -> set[Any]:
@@ -111,7 +114,7 @@ class Program:
         self._known: dict[str, Any] = {}
         self.results: list[list[Any]] = []
         for node in loop.body:
-            if node not in self.region.sums:
+            if node not in self.region.sums and not self._is_last_matmul(node):
                 self._at[node] = self._step(self.region.steps[node])
         for node in loop.results:
             self.results.append(self._result(node))
@@ -268,6 +271,17 @@ class Program:
             return self._given(Whole(inner.args[0]))  # type: ignore[arg-type]
         return self._told([str(aten.permute.default), [self._given(Whole(inner)), [1, 0]], {}])
 
+    def _is_last_matmul(self, node: Node) -> bool:
+        """A matmul of a head's gradient that nothing of the loop reads: it is written into the result at once."""
+        step = self.region.steps.get(node)
+        made = self.loop.results.keys() - self.puts.keys()
+        if step is None or node not in made or node.target is not aten.mm.default:
+            return False
+        if any(user in self.loop.body for user in node.users) or step.target is not node.target:
+            return False
+        wide = (n for n in self.loop.body if self.region.made_wide(n))
+        return any(n.target in MATMULS and n is not node for n in wide)
+
     # -- results ---------------------------------------------------------------------------------
 
     def _result(self, node: Node) -> list[Any]:
@@ -281,6 +295,9 @@ class Program:
         if found is None:
             block = self.region.blocks[node]
             rest = [self._number(size) for size in block.rest(shape_of_value(node))]
+            if self._is_last_matmul(node):
+                left, right = map(self._argument, self.region.steps[node].args)
+                return ["matmul", left, right, dtype, rest]
             return ["rows", self._at[node], dtype, rest]
         return self._sum(node, found, dtype)
 

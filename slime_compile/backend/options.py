@@ -47,8 +47,8 @@ class Options:
         merge_collectives: exchange the row values of a vocabulary-parallel loss by one all-gather.
         check_ranks: compare the planned exchange of all ranks at compile time; raise if it differs.
         lm_head: run a head's matmul and loss in chunks of rows, without materialising the full logits.
-        by_rows: run work on vocabulary-sized tensors over chunks of rows, if each row is independent. False: heads, too,
-            have full logits.
+        by_rows: run work on vocabulary-sized tensors over chunks of rows, if each row is independent. False also
+            materialises a head's logits.
         chunk_mib: MiB of a chunk of logits. 0: an eighth of the logits, or up to a quarter if an eighth is fewer than
             512 rows; at least 32 MiB and at most 512 MiB.
         grad_in_forward: compute the gradient of a scalar loss over a head in forward: "auto" if possible and cheap

@@ -47,6 +47,7 @@ _library.define(
     tags=_TAGS,
 )
 
+_OF_TWO = ("product", "matmul")
 _FEW = 64  # numbers per row
 _ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": Tensor.add_,
@@ -107,7 +108,7 @@ class Program:
 
 def _values(result: Sequence[Any]) -> list[Any]:
     """Of a result, what a chunk gives for it."""
-    return list(result[1:3] if result[0] == "product" else result[1:2])
+    return list(result[1:3] if result[0] in _OF_TWO else result[1:2])
 
 
 def _is_written(result: Sequence[Any]) -> bool:
@@ -257,6 +258,8 @@ class _Result:
             self.out[start:stop].copy_(given[0])
         elif self.numbers is not None:
             self.out.index_copy_(0, self.numbers[start:stop], given[0])
+        elif self.how == "matmul":
+            torch.mm(*given, out=self.out[start:stop])
         elif self.how == "product":
             self.total.add(given[0].t(), given[1])
         elif self.total is None:
@@ -268,7 +271,7 @@ class _Result:
         if self.numbers is not None and self.is_over:
             others = torch.ones(len(self.out), dtype=torch.bool, device=self.out.device)
             self.out.masked_fill_(others.index_fill_(0, self.numbers, False)[:, None], 0)
-        if self.how in ("rows", "put"):
+        if self.how in ("rows", "put", "matmul"):
             return self.out
         if self.how == "product":
             return cast(Sum, self.total).result()
@@ -277,10 +280,10 @@ class _Result:
 
 def _made(told: Sequence[Any], like: Tensor, sizes: Sequence[Any], rows: Any) -> Tensor:
     """Memory of a result."""
-    at = 4 if told[0] == "product" else 3
+    at = 4 if told[0] in _OF_TWO else 3
     dtype, shape = told[at - 1], told[at]
     wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
-    if told[0] == "rows":
+    if told[0] in ("rows", "matmul"):
         wanted = [rows, *wanted]
     elif told[0] == "put":
         wanted = [math.prod(wanted[:-1]), wanted[-1]]
