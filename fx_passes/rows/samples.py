@@ -74,7 +74,7 @@ def _joined(emit: Emitter, node: Node) -> Node | None:
     pieces, dim = args[0], (args[1:] or (0,))[0]
     if dim != 0 or len(pieces) < 2:
         return None
-    made = _together(emit, pieces)
+    made = _together(emit, pieces, True) or _together(emit, pieces, False)
     if made is None or not _may_stand_for(emit, made, node):
         return None
     return emit.reshape(made, emit.sizes(node))
@@ -97,8 +97,10 @@ def _added(emit: Emitter, node: Node) -> Node | None:
     places = sorted(puts)
     if len(puts) < 2 or not _covers(places, node):
         return None
-    made = _together(emit, [puts[place].args[1] for place in places])
-    if made is None or value(made).dtype != value(node).dtype:
+    kinds = {each.target for each in puts.values()}
+    stacked = kinds == {aten.select_scatter.default}
+    made = _together(emit, [puts[place].args[1] for place in places], stacked)
+    if len(kinds) > 1 or made is None or value(made).dtype != value(node).dtype:
         return None
     made = emit.reshape(made, emit.sizes(node))
     for each in others:
@@ -134,11 +136,15 @@ def _may_stand_for(emit: Emitter, made: Node, node: Node) -> bool:
     return alone and (made in emit.created or all(user.op != "output" for user in node.users))
 
 
-def _together(emit: Emitter, pieces: Sequence[Any]) -> Node | None:
-    """[B, ...] of B selections, [sum of n, ...] of slices [n, ...]; None where they are not pieces of one value."""
+def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | None:
+    """What `pieces` are pieces of; None where they are not pieces of one value.
+
+    Args:
+        stacked: they are B selections [...] of [B, ...]; else slices [n, ...] of [sum of n, ...].
+    """
     pieces = [emit.represents.get(each, each) for each in pieces]
     first = pieces[0]
-    every = _every(pieces)
+    every = _every(pieces, stacked)
     if every is not None:
         return every
     same_operator = all(
@@ -148,16 +154,20 @@ def _together(emit: Emitter, pieces: Sequence[Any]) -> Node | None:
         return None
     if is_elementwise(first):
         args = [
-            _operand(emit, pieces, each) for each in zip(*(p.args for p in pieces), strict=True)
+            _operand(emit, pieces, each, stacked)
+            for each in zip(*(p.args for p in pieces), strict=True)
         ]
         return None if _NONE in args else emit.call(first.target, *args, **first.kwargs)
-    inner = _together(emit, [each.args[0] for each in pieces]) if first.target in RESHAPES else None
+    inner = (
+        _together(emit, [each.args[0] for each in pieces], stacked)
+        if first.target in RESHAPES
+        else None
+    )
     if inner is None:
         return None
-    selected = len(shape_of(inner)) > len(shape_of(first.args[0]))
-    if selected and all(same_shape(shape_of(each), shape_of(first)) for each in pieces):
+    if stacked and all(same_shape(shape_of(each), shape_of(first)) for each in pieces):
         return emit.reshape(inner, [emit.size(inner, 0), *emit.sizes(first)])
-    if selected or not all(_keeps_rows(each, first) for each in pieces):
+    if stacked or not all(_keeps_rows(each, first) for each in pieces):
         return None
     return emit.reshape(inner, [emit.size(inner, 0), *emit.sizes(first)[1:]])
 
@@ -172,7 +182,7 @@ def _keeps_rows(node: Node, first: Node) -> bool:
 _NONE = object()
 
 
-def _operand(emit: Emitter, pieces: Sequence[Node], args: Sequence[Any]) -> Any:
+def _operand(emit: Emitter, pieces: Sequence[Node], args: Sequence[Any], stacked: bool) -> Any:
     """The arguments of all pieces as one."""
     first = args[0]
     if not all(isinstance(each, Node) for each in args):
@@ -181,17 +191,24 @@ def _operand(emit: Emitter, pieces: Sequence[Node], args: Sequence[Any]) -> Any:
     if not shape_of(first):
         return kept[0] if all(each is kept[0] for each in kept) else _NONE
     whole = all(same_shape(shape_of(a), shape_of(p)) for a, p in zip(args, pieces, strict=True))
-    made = _together(emit, args) if whole else None
+    made = _together(emit, args, stacked) if whole else None
     return _NONE if made is None else made
 
 
-def _every(pieces: Sequence[Node]) -> Node | None:
+def _every(pieces: Sequence[Node], stacked: bool) -> Node | None:
     """What they take all rows of, one piece after the other."""
     taken = [_taken(each) for each in pieces]
     first = taken[0]
     if first is None or any(each is None or each[0] is not first[0] for each in taken):
         return None
+    if any(_is_selection(each) != stacked for each in pieces):
+        return None
     return first[0] if _covers([each[1] for each in taken if each], first[0]) else None
+
+
+def _is_selection(node: Node) -> bool:
+    by = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
+    return by in (aten.select.int, aten.unbind.int)
 
 
 def _taken(node: Node) -> tuple[Node, Place] | None:

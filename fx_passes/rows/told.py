@@ -139,7 +139,8 @@ class RowsOutcome:
         return dataclasses.replace(
             outcome,
             rejections=(*kept, *self.rejections),
-            stored=min(outcome.stored, len(kept) + sum(each.whole for each in self.loops)),
+            stored=min(outcome.stored, len(kept) + sum(each.whole for each in self.loops))
+            + len(self.rejections),
             saved_bytes_after=max(outcome.saved_bytes_after - self.saved_bytes, 0),
             chunked_heads=outcome.chunked_heads + len(self.heads),
             notes=(*outcome.notes, *dict.fromkeys(map(str, notes))),
