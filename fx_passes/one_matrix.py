@@ -44,14 +44,11 @@ def multiply_once(graph: Graph, min_vocab: int) -> int:
             emit.origin = node
             rows: Any = node.args[0]
             batch, length, width = emit.sizes(rows)
-            if same(shape_of(rows)[0], 1):
-                flat = emit.call(aten.squeeze.dim, rows, 0)
-            else:
-                flat = emit.reshape(rows, [emit.times(batch, length), width])
+            flat = emit.reshape(rows, [emit.times(batch, length), width])
             if turned:
                 matrix = emit.call(aten.permute.default, matrix, [1, 0])
             elif rank_of(matrix) == 3:
-                matrix = emit.call(aten.squeeze.dim, matrix, 0)
+                matrix = emit.reshape(matrix, emit.sizes(matrix)[1:])
             made = emit.call(aten.mm.default, flat, matrix)
             node.replace_all_uses_with(emit.reshape(made, [batch, length, emit.size(made, 1)]))
     tidy(graph)
