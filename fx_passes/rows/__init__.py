@@ -1,13 +1,16 @@
-"""`by_rows`, after `fuse` and `linear`: other row-by-row work runs over one chunk of rows at a time.
+"""`by_rows`, after `fuse`: row-by-row work, a head's matmul included, runs over one chunk of rows at a time.
 
-    by_rows    looks for regions, decides whether loops pay, and puts one operator in the place of each loop
+    by_rows    looks for regions, and decides whether loops pay
     region     the part of a graph that works row by row (`graph/rows.py` says what each operator does to rows)
     loops      which loops it becomes, and what each of them makes
+    columns    a loop of backward over columns instead, where its sums are smaller
+    early      whether forward can make what backward would
     program    a loop as text, which the operator is given
+    emission   the edits: one operator in the place of each loop
 
-No rule about what is computed is needed for its memory: of a divergence, a sort or a square of a softmax a loop holds a
-chunk at a time. What it hands out are numbers per row, sums over rows, and what the program itself wants whole: the
-gradient of given logits. Longer than other files: the plan and the edits that follow from it stand together.
+No rule about what is computed is needed for its memory: of a cross entropy, a divergence or a sort a loop holds a chunk
+at a time. What it hands out are numbers per row, sums over rows, and what the program itself wants whole: the gradient
+of given logits.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
     """Replace what works row by row on values as wide as a vocabulary by loops over chunks of rows.
 
     Args:
-        graph: a joint or inference graph, decomposed, after `fuse` and `linear`.
+        graph: a joint or inference graph, decomposed, after `fuse`.
         config: what counts as a vocabulary, and how large a chunk is.
     """
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])

@@ -320,6 +320,7 @@ MEETING: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda x: _apart(*x.chunk(2)),
     "halves, and a loss over all": lambda x: _with_all(x, *x.chunk(2)),
     "slices, and a loss over all": lambda x: _with_all(x, x[:22], x[22:]),
+    "scaled before": lambda x: _apart((x / 0.7)[:22], (x / 0.7)[22:]),
     "of a stack": lambda x: _with_all(x, *x.view(2, 22, VOCAB)),
     "selected": lambda x: _with_all(x, x.view(2, 22, VOCAB)[1], x.view(2, 22, VOCAB)[0]),
     "of batches": lambda x: _apart(x.view(4, 11, VOCAB)[:2], x.view(4, 11, VOCAB)[2:]),
