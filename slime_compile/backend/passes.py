@@ -127,7 +127,7 @@ def _least_vocabulary(graph: Graph, options: Options, record: Record) -> int:
 
 def _report(graph: Graph, outcome: Outcome, config: Config, record: Record) -> None:
     nodes = fused_nodes(graph)
-    record.grad_in_forward |= outcome.early or any(n.target is ops.linear_row_both for n in nodes)
+    record.grad_in_forward |= outcome.early
     if nodes:
         outcome = dataclasses.replace(outcome, stored=outcome.stored + stored_values(graph))
     record.one_chunk |= outcome.one_chunk
@@ -207,7 +207,7 @@ def _set_places(graph: Graph, record: Record) -> None:
         node.kwargs = {**node.kwargs, "place": record.place_of(number)}
 
 
-_STATISTICS = (ops.row_stats, ops.linear_row_stats, ops.linear_row_both)
+_STATISTICS = (ops.row_stats, ops.linear_row_stats)
 
 
 def fused_nodes(graph: Graph) -> list[Node]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from slime_compile.ops import linear, row_grad_over, row_loop, row_loop_over
 from slime_compile.ops.linear_chunks import (
     Head,
-    both_scratch,
     grad_scratch,
     softcap_of,
     stats_scratch,
@@ -19,7 +18,7 @@ from slime_compile.ops.linear_chunks import (
 from slime_compile.ops.row_loop import run_loop
 from slime_compile.torch_private import TorchDispatchMode
 
-_OPERATORS = (linear.linear_row_stats, linear.linear_row_grad, linear.linear_row_both)
+_OPERATORS = (linear.linear_row_stats, linear.linear_row_grad)
 
 
 class Scratch(TorchDispatchMode):
@@ -70,8 +69,5 @@ def _held(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tens
     if func is linear.linear_row_stats:
         *_, limit, _ = args
         return stats_scratch(head, limit)
-    if func is linear.linear_row_grad:
-        *_, wanted, _, limit, _ = args
-        return grad_scratch(head, wanted, limit)
     *_, wanted, _, limit, _ = args
-    return both_scratch(head, wanted, limit)
+    return grad_scratch(head, wanted, limit)

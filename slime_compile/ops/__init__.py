@@ -8,7 +8,6 @@
 
     slime_fused::linear_row_stats   row_stats of hidden @ weight.t() + bias, and columns of it    one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias from row_grad of it         one chunk of logits
-    slime_fused::linear_row_both    the two in one                                                one chunk of logits
 
     slime_fused::row_loop    a row-by-row computation, over one chunk of rows after the other
     slime_fused::row_loop_over   the same, one result overwriting its operand, decided at run time
@@ -16,12 +15,12 @@
 docs/ops.md has the formulas, `reference` has them in plain torch; `cpu` and `cuda` (with `triton_kernels`) are fast.
 `operators` has schema, fake kernels and dispatch, `checks` the requirements on arguments, `holders` counts references
 to a tensor, `held_by` finds the variables, `regions` counts calls. `linear` has schema, fake kernels and dispatch of
-the operators over chunks, `linear_chunks` their kernel for every device, `linear_reference` their contract,
-`row_program` the arithmetic of `linear_row_both`. `row_loop` has the loop over chunks of rows, `row_body` its body,
-compiled or step by step. Importing needs neither Triton nor a GPU. No file of this folder imports the names below.
+the operators over chunks of logits, `linear_chunks` their kernel for every device, `linear_reference` their contract.
+`row_loop` has the loop over chunks of rows, `row_body` its body, compiled or step by step. Importing needs neither
+Triton nor a GPU. No file of this folder imports the names below.
 """
 
-from slime_compile.ops.linear import linear_row_both, linear_row_grad, linear_row_stats
+from slime_compile.ops.linear import linear_row_grad, linear_row_stats
 from slime_compile.ops.operators import row_grad, row_grad_, row_grad_over, row_stats
 from slime_compile.ops.regions import (
     Placed,
@@ -39,7 +38,6 @@ __all__ = [
     "Placed",
     "called_eagerly",
     "eager_calls",
-    "linear_row_both",
     "linear_row_grad",
     "linear_row_stats",
     "on_call",

@@ -2,7 +2,6 @@
 
     slime_fused::linear_row_stats   row statistics of hidden @ weight.t() + bias, and its columns   one chunk of logits
     slime_fused::linear_row_grad    gradients of hidden, weight, bias                               one chunk of logits
-    slime_fused::linear_row_both    both, where a chunk's gradient follows from its own statistics   one chunk of logits
 
 `linear_reference.py` says what they compute, `linear_chunks.py` does it. Like the row operators they have no derivative
 and their outputs never require grad: the rewritten joint graph holds both directions.
@@ -19,10 +18,9 @@ from slime_compile.ops.checks import check_memory
 from slime_compile.ops.operators import kernels_of, register
 from slime_compile.ops.reference import AFFINE, TERM, compute_dtype
 from slime_compile.ops.regions import on_call
-from slime_compile.ops.row_program import compiled
 from slime_compile.torch_private import torch_check
 
-__all__ = ["linear_row_both", "linear_row_grad", "linear_row_stats"]
+__all__ = ["linear_row_grad", "linear_row_stats"]
 
 # ---- schema -------------------------------------------------------------------------------------------------------
 
@@ -44,14 +42,6 @@ _library.define(
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_TAGS,
 )
-_library.define(
-    "linear_row_both(Tensor hidden, Tensor weight, Tensor? bias, Tensor?[] scales, float[] factors,"
-    " bool[] means, bool[] totals, Tensor index, Tensor[] inputs, str program, bool[3] wanted, bool transposed,"
-    " int chunk_bytes, str region, *, float softcap=0., ScalarType? capped=None)"
-    " -> (Tensor stats, Tensor picked, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-    tags=_TAGS,
-)
-
 
 # ---- what must hold -----------------------------------------------------------------------------------------------
 
@@ -209,53 +199,12 @@ def _fake_linear_row_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_softcap(hidden, softcap, capped)
     _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
-    return _fake_gradients(hidden, weight, wanted, transposed)
-
-
-def _fake_gradients(
-    hidden: Tensor, weight: Tensor, wanted: Sequence[bool], transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
     of_weight = weight.t() if transposed else weight
     shapes = (hidden.shape, of_weight.shape, weight.shape[:1])
     hidden_, weight_, bias_ = (
         hidden.new_empty(shape if made else [0]) for shape, made in zip(shapes, wanted, strict=True)
     )
     return hidden_, weight_, bias_
-
-
-def _fake_linear_row_both(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Sequence[Tensor | None],
-    factors: Sequence[float],
-    means: Sequence[bool],
-    totals: Sequence[bool],
-    index: Tensor,
-    inputs: Sequence[Tensor],
-    program: str,
-    wanted: Sequence[bool],
-    transposed: bool,
-    chunk_bytes: int,
-    region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    head = (hidden, weight, bias)
-    stats, picked = _fake_linear_row_stats(
-        *head,
-        scales,
-        factors,
-        means,
-        totals,
-        index,
-        chunk_bytes,
-        region,
-        softcap=softcap,
-        capped=capped,
-    )
-    return stats, picked, *_fake_gradients(hidden, weight, wanted, transposed)
 
 
 # ---- dispatch -----------------------------------------------------------------------------------------------------
@@ -314,47 +263,8 @@ def _linear_row_grad(
     )
 
 
-@torch.no_grad()
-def _linear_row_both(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Sequence[Tensor | None],
-    factors: Sequence[float],
-    means: Sequence[bool],
-    totals: Sequence[bool],
-    index: Tensor,
-    inputs: Sequence[Tensor],
-    program: str,
-    wanted: Sequence[bool],
-    transposed: bool,
-    chunk_bytes: int,
-    region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
-    _check_softcap(hidden, softcap, capped)
-    check_memory(hidden=hidden, weight=weight, bias=bias)
-    on_call(region)
-    return linear_chunks.linear_row_both(
-        kernels_of(hidden),
-        linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped)),
-        linear_chunks.Statistics(scales, factors, means, totals),
-        index,
-        inputs,
-        compiled(program),
-        wanted,
-        transposed,
-        chunk_bytes,
-    )
-
-
 register(_library, "linear_row_stats", _linear_row_stats, _fake_linear_row_stats)
 register(_library, "linear_row_grad", _linear_row_grad, _fake_linear_row_grad)
-register(_library, "linear_row_both", _linear_row_both, _fake_linear_row_both)
 
 linear_row_stats = torch.ops.slime_fused.linear_row_stats.default
-linear_row_both = torch.ops.slime_fused.linear_row_both.default
 linear_row_grad = torch.ops.slime_fused.linear_row_grad.default

@@ -16,23 +16,20 @@ The smaller sum wins; `fx_passes/rows/chunks.py` says how large a chunk is. A su
 once more at the end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fx_passes.rows.chunks import Sizes, beside_softcap
-from slime_compile.ops.checks import check_grad
 from slime_compile.ops.operators import Kernels
 from slime_compile.ops.reference import compute_dtype
-from slime_compile.ops.row_program import Chunk, Coefficients
 
 __all__ = [
     "Head",
     "Softcap",
     "Statistics",
-    "linear_row_both",
     "linear_row_grad",
     "linear_row_stats",
 ]
@@ -147,7 +144,9 @@ class _Filled:
     x: Tensor
     grad: Tensor
 
-    def gradient(self, kernels: Kernels, coefficients: Coefficients) -> Tensor:
+    def gradient(
+        self, kernels: Kernels, coefficients: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> Tensor:
         """The gradient of the logits, in their dtype; x is not there any more.
 
         The coefficients are those of x's gradient, with a softcap divided by it (`_capped`): what is left of it is
@@ -162,7 +161,9 @@ class _Filled:
         return self.grad if self.grad.dtype == self.logits.dtype else self.logits.copy_(self.grad)
 
 
-def _capped(head: Head, coefficients: Coefficients) -> Coefficients:
+def _capped(
+    head: Head, coefficients: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Coefficients of x's gradient over the softcap, by which x's derivative is divided."""
     if head.softcap is None:
         return coefficients
@@ -180,7 +181,8 @@ def linear_row_stats(
     kernels: Kernels, head: Head, statistics: Statistics, index: Tensor, limit: int
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.linear_row_stats`; `limit` are the bytes of a chunk, 0 for the default."""
-    stats, picked = _results(head, statistics, index)
+    stats = statistics.new(head.hidden, head.dtype)
+    picked = head.hidden.new_empty(index.shape, dtype=head.dtype)
     size = head.sizes(limit).row_chunk
     every = slice(0, head.weight.shape[0])
     buffer = _Buffer(head, size * every.stop, gradient=False)
@@ -189,12 +191,6 @@ def linear_row_stats(
         torch.gather(x, 1, index[at], out=picked[at])
         statistics.take(kernels, x, at, stats)
     return stats, picked
-
-
-def _results(head: Head, statistics: Statistics, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for statistics and picked columns."""
-    stats = statistics.new(head.hidden, head.dtype)
-    return stats, head.hidden.new_empty(index.shape, dtype=head.dtype)
 
 
 def _pieces(total: int, size: int) -> Iterator[slice]:
@@ -227,43 +223,6 @@ def linear_row_grad(
             kernels, head, coefficients, wanted, transposed, sizes.column_chunk
         )
     return _by_row_chunks(kernels, head, coefficients, wanted, transposed, sizes.row_chunk)
-
-
-def linear_row_both(
-    kernels: Kernels,
-    head: Head,
-    statistics: Statistics,
-    index: Tensor,
-    inputs: Sequence[Tensor],
-    program: Callable[[Chunk], Coefficients],
-    wanted: Sequence[bool],
-    transposed: bool,
-    limit: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `linear_reference.linear_row_both`: each chunk's gradient is taken while its logits are there."""
-    stats, picked = _results(head, statistics, index)
-    size = head.sizes(limit).row_chunk
-    pieces = list(_pieces(head.hidden.shape[0], size))
-    sums = _Gradients(head, wanted, transposed, len(pieces))
-    every = slice(0, head.weight.shape[0])
-    buffer = _Buffer(head, size * every.stop, gradient=True)
-    for at in pieces:
-        chunk = buffer.fill(at, every)
-        torch.gather(chunk.x, 1, index[at], out=picked[at])
-        statistics.take(kernels, chunk.x, at, stats)
-        coefficients = program(Chunk(at, stats[:, :, at], picked[at], inputs))
-        check_grad(chunk.x, *coefficients, softmax=False)
-        sums.add(chunk.gradient(kernels, _capped(head, coefficients)), at)
-    return stats, picked, *sums.result()
-
-
-def both_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]:
-    """What `linear_row_both` holds beside its results: the buffer, and a sum for the weight in half precision."""
-    sizes, wide = head.sizes(limit), compute_dtype(head.weight.dtype)
-    made = _Buffer(head, sizes.row_chunk * head.weight.shape[0], gradient=True).held
-    if wanted[1] and wide != head.weight.dtype and not sizes.whole:
-        made.append(head.weight.new_empty(head.weight.shape, dtype=wide))
-    return made
 
 
 def grad_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from slime_compile.ops.reference import compute_dtype, row_grad, row_stats
-from slime_compile.ops.row_program import Chunk, compiled
 
-__all__ = ["linear_row_both", "linear_row_grad", "linear_row_stats", "logits"]
+__all__ = ["linear_row_grad", "linear_row_stats", "logits"]
 
 
 def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,37 +102,3 @@ def linear_row_grad(
         grad_weight if of_weight else empty,
         grad.sum(0) if of_bias else empty,
     )
-
-
-def linear_row_both(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Sequence[Tensor | None],
-    factors: Sequence[float],
-    means: Sequence[bool],
-    totals: Sequence[bool],
-    index: Tensor,
-    inputs: Sequence[Tensor],
-    program: str,
-    wanted: Sequence[bool],
-    transposed: bool,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`linear_row_stats`, and `linear_row_grad` of the coefficients that a row program makes of its results.
-
-    Args:
-        hidden, weight, bias, scales, factors, means, totals, index: as for `linear_row_stats`.
-        inputs: what the program reads beside statistics and picked columns: [N, ...], or one element.
-        program: text, see NOTE [Row programs] in `fx_passes/linear/in_forward.py`.
-        wanted, transposed, softcap, capped: as for `linear_row_grad`.
-    """
-    cap = (softcap, capped)
-    stats, picked = linear_row_stats(
-        hidden, weight, bias, scales, factors, means, totals, index, *cap
-    )
-    chunk = Chunk(slice(0, hidden.shape[0]), stats, picked, inputs)
-    coefficients = compiled(program)(chunk)
-    grads = linear_row_grad(hidden, weight, bias, *coefficients, wanted, transposed, *cap)
-    return stats, picked, *grads

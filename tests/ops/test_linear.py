@@ -5,7 +5,6 @@ has all logits at once, plus one rounding.
 """
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from fx_passes.rows import chunks
-from slime_compile.ops import linear, linear_chunks, linear_reference, row_program
+from slime_compile.ops import linear, linear_chunks, linear_reference
 from tests.support.harness import no_worse_than_eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -400,105 +399,3 @@ def test_fake_weights_have_no_memory_to_ask_for() -> None:
         stats, picked = linear.linear_row_stats(hidden, weight, None, *ONE_SCALE, index, 0, "")
     assert stats.shape == (1, 4, 6, 1)
     assert picked.shape == (6, 1)
-
-
-# ---- both directions at once --------------------------------------------------------------------------------------
-
-
-def _cross_entropy_program() -> str:
-    """Terms of softmax times weight, minus weight at the target; inputs are weights, targets, and two constants."""
-    values = [
-        ["row", 0],  # weight [n, 1]
-        ["row", 1],  # target [n, 1]
-        ["whole", 2],  # 1
-        ["whole", 3],  # 0
-        ["expand", 2, [1]],
-        ["expand", 3, [1]],
-        ["stat", 0, 0],
-        ["stat", 0, 1],
-        ["cat", [4, 6, 7, 0, 5], 1],
-        ["rows", 8, [1, 5]],
-        ["expand", 3, [3]],
-        ["call", "aten.neg.default", [{"value": 0}], {}],
-    ]
-    return json.dumps({"values": values, "results": [9, 10, 1, 11]})
-
-
-def _both_arguments(
-    gen: torch.Generator, dtype: torch.dtype, wanted: tuple[bool, ...], rows: int = ROWS
-) -> tuple[object, ...]:
-    compute = linear_reference.compute_dtype(dtype)
-    head = _head(gen, dtype, rows)
-    weight = torch.rand(rows, 1, generator=gen).to(compute)
-    inputs = [
-        weight,
-        _index(gen, rows, 1),
-        torch.ones(1, dtype=compute),
-        torch.zeros((), dtype=compute),
-    ]
-    return (
-        *head,
-        *ONE_SCALE,
-        _index(gen, rows),
-        inputs,
-        _cross_entropy_program(),
-        wanted,
-        False,
-    )
-
-
-@pytest.mark.parametrize("elements", [FEW, ONE])
-@pytest.mark.parametrize("cap", CAPS)
-def test_both(gen: torch.Generator, cap: Cap, elements: int) -> None:
-    dtype, *capped = cap
-    args = _both_arguments(gen, dtype, (True,) * 3)
-    plain = linear_reference.linear_row_both(*args, *capped)  # type: ignore[arg-type]
-    truth, rough = (
-        linear_reference.linear_row_both(
-            *change(*args[:3]),
-            *args[3:8],
-            change(*args[8]),
-            *args[9:],  # type: ignore[misc, arg-type]
-            cap[1],
-            wide if cap[2] else None,
-        )
-        for change, wide in ((_doubled, torch.float64), (_in_float32, torch.float32))
-    )
-    limit = elements * dtype.itemsize * (5 if cap[2] else 1)
-    got = linear.linear_row_both(*args, limit, "", softcap=cap[1], capped=cap[2])
-    names = ("stats", "picked", "hidden", "weight", "bias")
-    for what, mine, eager, true, seen in zip(names, got, plain, truth, rough, strict=True):
-        assert mine.dtype == eager.dtype
-        more = _errors_seen_in_float32(seen, true, dtype)
-        no_worse_than_eager(mine, eager, true, dtype, what, more)
-
-
-def test_both_is_the_two_in_turn(gen: torch.Generator) -> None:
-    """Bit for bit, where both cut rows alike."""
-    args = _both_arguments(gen, torch.float32, (True, True, False))
-    hidden, weight, bias, scales, factors, means, totals, index, inputs, text, wanted, turned = args
-    stats, picked, *grads = linear.linear_row_both(*args, 4 * FEW, "")
-    alone = linear.linear_row_stats(
-        hidden, weight, bias, scales, factors, means, totals, index, 4 * FEW, ""
-    )
-    assert torch.equal(stats, alone[0])
-    assert torch.equal(picked, alone[1])
-    chunk = row_program.Chunk(slice(0, ROWS), stats, picked, inputs)  # type: ignore[arg-type]
-    coefficients = row_program.compiled(text)(chunk)  # type: ignore[arg-type]
-    apart = linear.linear_row_grad(hidden, weight, bias, *coefficients, wanted, turned, 4 * FEW, "")
-    for one, other in zip(grads, apart, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_coefficients_of_another_shape(gen: torch.Generator) -> None:
-    """Of a program that is wrong: the C++ reads them by address."""
-    args = list(_both_arguments(gen, torch.float32, (True, True, False)))
-    at = args.index(_cross_entropy_program())
-    args[at] = _cross_entropy_program().replace("[1, 5]", "[1, 1, 5]")
-    with pytest.raises(RuntimeError, match=r"`terms` must have shape \[\d+, K, 5\]"):
-        linear.linear_row_both(*args, 4 * FEW, "")  # type: ignore[arg-type]
-
-
-def test_both_opcheck(gen: torch.Generator) -> None:
-    for wanted in WANTED:
-        opcheck(linear.linear_row_both, (*_both_arguments(gen, torch.float32, wanted), 4 * FEW, ""))

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from slime_compile.ops import linear_chunks
 from slime_compile.ops.linear_chunks import Head, Softcap, Statistics
-from slime_compile.ops.row_program import Chunk
 from slime_compile.torch_private import TorchDispatchMode
 from tests.support.processes import run_python
 
@@ -63,15 +62,6 @@ def _tensors(values: Any) -> Sequence[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def program(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Coefficients of a cross entropy from a chunk's statistics."""
-    top, log_sum = chunk.stats[0, :2]
-    one = torch.ones_like(top)
-    terms = torch.cat([one, top, log_sum, one, one], -1)[:, None]
-    none = top.new_zeros(chunk.rows, 3)
-    return terms, none, chunk.picked.long(), chunk.picked.float()
-
-
 def run(which: str, rows_of_chunk: int, softcap: Softcap | None, dtype: torch.dtype) -> Recorder:
     hidden = torch.empty(ROWS, HIDDEN, dtype=dtype, device="meta")
     weight = torch.empty(VOCAB, HIDDEN, dtype=dtype, device="meta")
@@ -81,35 +71,18 @@ def run(which: str, rows_of_chunk: int, softcap: Softcap | None, dtype: torch.dt
     index = torch.empty(ROWS, 1, dtype=torch.int64, device="meta")
     numbers = torch.empty(ROWS, 5, device="meta")
     coefficients = (numbers[:, None], numbers[:, :3], index, numbers[:, :1])
-    statistics, kernels, every = (
-        Statistics([None], [1.0], [True], [False]),
-        NoKernels(),
-        (True,) * 3,
-    )
+    statistics, kernels = Statistics([None], [1.0], [True], [False]), NoKernels()
     with Recorder() as recorder:
         if which == "stats":
             linear_chunks.linear_row_stats(kernels, head, statistics, index, limit)  # type: ignore[arg-type]
-        elif which == "both":
-            linear_chunks.linear_row_both(
-                kernels,
-                head,
-                statistics,
-                index,
-                [],
-                program,
-                every,
-                False,
-                limit,  # type: ignore[arg-type]
-            )
         else:
             wanted = (True, True, True) if which == "grad" else (False, True, False)
             linear_chunks.linear_row_grad(kernels, head, coefficients, wanted, False, limit)  # type: ignore[arg-type]
-    # one buffer; with a softcap statistics are taken of the capped values, and the gradient lies beside them
-    assert len(kernels.places) == (2 if softcap is not None and which == "both" else 1)
+    assert len(kernels.places) == 1  # one buffer
     return recorder
 
 
-OPERATORS = ["stats", "grad", "grad of the weight", "both"]
+OPERATORS = ["stats", "grad", "grad of the weight"]
 CAPS = [
     (torch.float32, None),
     (torch.bfloat16, None),
@@ -136,7 +109,6 @@ CHILD = """
 import json, torch
 from slime_compile.ops import cuda, linear_chunks, linear_reference
 from slime_compile.ops.linear_chunks import Head, Softcap, Statistics
-from tests.ops.test_linear_cuda import program
 
 def largest(mine, true):
     return max(((a.double() - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(mine, true) if a.numel())
