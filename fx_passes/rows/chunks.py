@@ -23,21 +23,14 @@ COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever th
 class Sizes:
     """Logits [rows, vocab] of `itemsize` bytes each; `limit` are the bytes of a chunk, 0 for the default.
 
-    A chunk has `beside` bytes more for each of its logits: what a softcap needs. Its rows are a `multiple`, if as many
-    fit.
+    A chunk's rows are a multiple of `multiple`, if as many fit.
     """
 
     rows: int
     vocab: int
     itemsize: int
     limit: int = 0
-    beside: int = 0
     multiple: int = 1
-
-    @property
-    def held(self) -> int:
-        """Bytes that a chunk has for each of its logits."""
-        return self.itemsize + self.beside
 
     @property
     def bytes(self) -> int:
@@ -52,7 +45,7 @@ class Sizes:
     @property
     def row_chunk(self) -> int:
         """Rows of a chunk of whole rows."""
-        fit = self.chunk_bytes // max(self.vocab * self.held, 1)
+        fit = self.chunk_bytes // max(self.vocab * self.itemsize, 1)
         size = _even(self.rows, fit)
         aligned = -(-size // self.multiple) * self.multiple
         return min(aligned, self.rows) if aligned <= fit else size
@@ -60,7 +53,7 @@ class Sizes:
     @property
     def column_chunk(self) -> int:
         """Columns of a chunk of whole columns."""
-        fit = self.chunk_bytes // max(self.rows * self.held, 1)
+        fit = self.chunk_bytes // max(self.rows * self.itemsize, 1)
         size = _even(self.vocab, fit)
         aligned = -(-size // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE
         return min(aligned, self.vocab) if aligned <= fit else size
@@ -83,15 +76,6 @@ class Sizes:
         if self.itemsize > 2 or self.whole or self.column_chunk < min(COLUMNS_MIN, self.vocab):
             return False
         return (self.rows if of_hidden else 0) < (self.vocab if of_weight else 0)
-
-
-def beside_softcap(itemsize: int, capped: int) -> int:
-    """Bytes beside each logit of `itemsize` whose `tanh(logit / softcap)` takes `capped` bytes.
-
-    The gradient needs the capped value while it is made: where both are of one dtype, the value lies in the logits'
-    place and the gradient beside it, else both lie beside the logits.
-    """
-    return capped if capped == itemsize else 2 * capped
 
 
 # NOTE [The same logits twice]

@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slime_compile.ops import linear, row_grad_over, row_loop, row_loop_over
-from slime_compile.ops.linear_chunks import (
-    Head,
-    grad_scratch,
-    softcap_of,
-    stats_scratch,
-)
+from slime_compile.ops.linear_chunks import Head, grad_scratch, stats_scratch
 from slime_compile.ops.row_loop import run_loop
 from slime_compile.torch_private import TorchDispatchMode
 
@@ -35,7 +30,7 @@ class Scratch(TorchDispatchMode):
             return args[0].detach()
         if func in (row_loop, row_loop_over):
             return _looped(func, args)
-        held = _held(func, args, kwargs or {})
+        held = _held(func, args)
         found = func(*args, **(kwargs or {}))
         del held
         return found
@@ -60,12 +55,10 @@ def _looped(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     )
 
 
-def _held(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _held(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     if func not in _OPERATORS:
         return []
-    cap = softcap_of(kwargs.get("softcap", 0.0), kwargs.get("capped"))
-    hidden, weight, bias = args[:3]
-    head = Head(hidden, weight, bias, cap)
+    head = Head(*args[:3])
     if func is linear.linear_row_stats:
         *_, limit, _ = args
         return stats_scratch(head, limit)

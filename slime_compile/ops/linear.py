@@ -4,7 +4,7 @@
     slime_fused::linear_row_grad    gradients of hidden, weight, bias                               one chunk of logits
 
 `linear_reference.py` says what they compute, `linear_chunks.py` does it. Like the row operators they have no derivative
-and their outputs never require grad: the rewritten joint graph holds both directions.
+and their outputs never require grad: their caller, `rl/linear_log_probs.py`, holds both directions.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,13 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _library.define(
     "linear_row_stats(Tensor hidden, Tensor weight, Tensor? bias, Tensor?[] scales, float[] factors,"
-    " bool[] means, bool[] totals, Tensor index, int chunk_bytes, str region,"
-    " *, float softcap=0., ScalarType? capped=None) -> (Tensor stats, Tensor picked)",
+    " bool[] means, bool[] totals, Tensor index, int chunk_bytes, str region)"
+    " -> (Tensor stats, Tensor picked)",
     tags=_TAGS,
 )
 _library.define(
     "linear_row_grad(Tensor hidden, Tensor weight, Tensor? bias, Tensor terms, Tensor affine, Tensor index,"
-    " Tensor values, bool[3] wanted, bool transposed, int chunk_bytes, str region,"
-    " *, float softcap=0., ScalarType? capped=None)"
+    " Tensor values, bool[3] wanted, bool transposed, int chunk_bytes, str region)"
     " -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     tags=_TAGS,
 )
@@ -97,21 +96,6 @@ def _check_index(name: str, index: Tensor, hidden: Tensor) -> None:
     _check_dtype(name, index, torch.int64)
 
 
-def _check_softcap(hidden: Tensor, softcap: float, capped: torch.dtype | None) -> None:
-    """Either both are given or neither; what is capped is no narrower than the logits."""
-    _check(
-        (softcap > 0) == (capped is not None) and softcap >= 0,
-        lambda: (
-            f"`softcap` must be above 0 and come with a dtype, or be 0, got {softcap} with {capped}"
-        ),
-    )
-    wide = (hidden.dtype, compute_dtype(hidden.dtype))
-    _check(
-        capped is None or capped in wide,
-        lambda: f"`capped` must be one of {wide}, got {capped}",
-    )
-
-
 def _check_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -143,10 +127,9 @@ def _check_grad(
     index: Tensor,
     values: Tensor,
     wanted: Sequence[bool],
-    capped: torch.dtype | None,
 ) -> None:
     _check_head(hidden, weight, bias)
-    rows, compute = hidden.shape[0], compute_dtype(capped or hidden.dtype)
+    rows, compute = hidden.shape[0], compute_dtype(hidden.dtype)
     _check_shape("terms", terms, (rows, "K", TERM))
     _check_shape("affine", affine, (rows, AFFINE))
     _check_index("index", index, hidden)
@@ -170,15 +153,11 @@ def _fake_linear_row_stats(
     index: Tensor,
     chunk_bytes: int,
     region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
-    _check_softcap(hidden, softcap, capped)
     shape = [len(scales), 4, hidden.shape[0], 1]
-    stats = hidden.new_empty(shape, dtype=compute_dtype(capped or hidden.dtype))
-    return stats, hidden.new_empty(index.shape, dtype=capped)
+    stats = hidden.new_empty(shape, dtype=compute_dtype(hidden.dtype))
+    return stats, hidden.new_empty(index.shape)
 
 
 def _fake_linear_row_grad(
@@ -193,12 +172,8 @@ def _fake_linear_row_grad(
     transposed: bool,
     chunk_bytes: int,
     region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_softcap(hidden, softcap, capped)
-    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
+    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted)
     of_weight = weight.t() if transposed else weight
     shapes = (hidden.shape, of_weight.shape, weight.shape[:1])
     hidden_, weight_, bias_ = (
@@ -222,15 +197,11 @@ def _linear_row_stats(
     index: Tensor,
     chunk_bytes: int,
     region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     _check_stats(hidden, weight, bias, scales, factors, means, totals, index)
-    _check_softcap(hidden, softcap, capped)
     check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
-    head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
+    head = linear_chunks.Head(hidden, weight, bias)
     statistics = linear_chunks.Statistics(scales, factors, means, totals)
     return linear_chunks.linear_row_stats(kernels_of(hidden), head, statistics, index, chunk_bytes)
 
@@ -248,15 +219,11 @@ def _linear_row_grad(
     transposed: bool,
     chunk_bytes: int,
     region: str,
-    *,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_softcap(hidden, softcap, capped)
-    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted, capped)
+    _check_grad(hidden, weight, bias, terms, affine, index, values, wanted)
     check_memory(hidden=hidden, weight=weight, bias=bias)
     on_call(region)
-    head = linear_chunks.Head(hidden, weight, bias, linear_chunks.softcap_of(softcap, capped))
+    head = linear_chunks.Head(hidden, weight, bias)
     coefficients = (terms, affine, index, values)
     return linear_chunks.linear_row_grad(
         kernels_of(hidden), head, coefficients, wanted, transposed, chunk_bytes

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fx_passes.rows.chunks import Sizes, beside_softcap
+from fx_passes.rows.chunks import Sizes
 from slime_compile.ops.operators import Kernels
 from slime_compile.ops.reference import compute_dtype
 
 __all__ = [
     "Head",
-    "Softcap",
     "Statistics",
     "linear_row_grad",
     "linear_row_stats",
@@ -48,10 +47,10 @@ class Statistics:
     means: Sequence[bool]
     totals: Sequence[bool]
 
-    def new(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """[S, 4, N, 1], for logits of `dtype`."""
+    def new(self, hidden: Tensor) -> Tensor:
+        """[S, 4, N, 1]."""
         shape = [len(self.scales), 4, hidden.shape[0], 1]
-        return hidden.new_empty(shape, dtype=compute_dtype(dtype))
+        return hidden.new_empty(shape, dtype=compute_dtype(hidden.dtype))
 
     def take(self, kernels: Kernels, x: Tensor, at: slice, stats: Tensor) -> None:
         """Writes the statistics of the chunk `x` of rows `at`."""
@@ -64,41 +63,22 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Softcap:
-    """`tanh(logits / value)` in `dtype` takes the place of the logits."""
-
-    value: float
-    dtype: torch.dtype
-
-
-def softcap_of(value: float, dtype: torch.dtype | None) -> Softcap | None:
-    """As the operators are given it."""
-    return None if dtype is None else Softcap(value, dtype)
-
-
-@dataclass(frozen=True)
 class Head:
     """What makes the logits: hidden [N, D], weight [V, D], bias [V] or None, all of one dtype."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    softcap: Softcap | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what the row operators read."""
-        return self.hidden.dtype if self.softcap is None else self.softcap.dtype
 
     def sizes(self, limit: int) -> Sizes:
         """`limit` are the bytes of a chunk, 0 for the default."""
         rows, vocab = self.hidden.shape[0], self.weight.shape[0]
-        item = self.hidden.element_size()
-        beside = 0 if self.softcap is None else beside_softcap(item, self.softcap.dtype.itemsize)
-        return Sizes(rows, vocab, item, limit, beside)
+        return Sizes(rows, vocab, self.hidden.element_size(), limit)
 
-    def fill(self, out: Tensor, rows: slice, columns: slice) -> None:
-        """Writes logits[rows, columns] into out."""
+    def fill(self, buffer: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Makes logits[rows, columns], in the memory of a buffer."""
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        out = buffer[: shape[0] * shape[1]].view(shape)
         hidden, weight = self.hidden[rows], self.weight[columns]
         in_blocks = out.dtype == torch.float32 and out.device.type == "cpu"
         for at in _pieces(weight.shape[0], _MATMUL_COLUMNS if in_blocks else weight.shape[0]):
@@ -106,72 +86,7 @@ class Head:
                 torch.mm(hidden, weight[at].t(), out=out[:, at])
             else:
                 torch.addmm(self.bias[columns][at], hidden, weight[at].t(), out=out[:, at])
-
-
-class _Buffer:
-    """The memory of one chunk, made once: its logits, and beside them what a softcap needs."""
-
-    def __init__(self, head: Head, elements: int, gradient: bool) -> None:
-        self.head = head
-        self.logits = self.capped = self.grad = head.hidden.new_empty(elements)
-        if head.softcap is not None and head.dtype != self.logits.dtype:
-            self.capped = self.logits.new_empty(elements, dtype=head.dtype)
-        if head.softcap is not None and gradient:
-            self.grad = torch.empty_like(self.capped)
-
-    @property
-    def held(self) -> list[Tensor]:
-        return [self.logits, self.capped, self.grad]
-
-    def fill(self, rows: slice, columns: slice) -> "_Filled":
-        """Makes the logits of some rows and columns."""
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        logits, capped, grad = (each[: shape[0] * shape[1]].view(shape) for each in self.held)
-        self.head.fill(logits, rows, columns)
-        if self.head.softcap is not None:
-            if capped is not logits:
-                capped.copy_(logits)
-            torch.div(capped, self.head.softcap.value, out=capped).tanh_()
-        return _Filled(self.head, logits, capped, grad)
-
-
-@dataclass(frozen=True)
-class _Filled:
-    """A chunk [n, columns] of logits; `x` is what the row operators read."""
-
-    head: Head
-    logits: Tensor
-    x: Tensor
-    grad: Tensor
-
-    def gradient(
-        self, kernels: Kernels, coefficients: tuple[Tensor, Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """The gradient of the logits, in their dtype; x is not there any more.
-
-        The coefficients are those of x's gradient, with a softcap divided by it (`_capped`): what is left of it is
-        1 - x ** 2.
-        """
-        if self.head.softcap is None:
-            kernels.row_grad_(self.x, *coefficients, softmax=False)
-            return self.x
-        self.grad.copy_(self.x)
-        kernels.row_grad_(self.grad, *coefficients, softmax=False)
-        torch.ops.aten.tanh_backward.grad_input(self.grad, self.x, grad_input=self.grad)
-        return self.grad if self.grad.dtype == self.logits.dtype else self.logits.copy_(self.grad)
-
-
-def _capped(
-    head: Head, coefficients: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Coefficients of x's gradient over the softcap, by which x's derivative is divided."""
-    if head.softcap is None:
-        return coefficients
-    terms, affine, index, values = coefficients
-    rate = 1 / head.softcap.value
-    factors = torch.cat([terms[..., :-2], terms[..., -2:] * rate], -1)
-    f, center, e = affine.unbind(-1)
-    return factors, torch.stack([f * rate, center, e * rate], -1), index, values * rate
+        return out
 
 
 # ---- forward ------------------------------------------------------------------------------------------------------
@@ -181,13 +96,13 @@ def linear_row_stats(
     kernels: Kernels, head: Head, statistics: Statistics, index: Tensor, limit: int
 ) -> tuple[Tensor, Tensor]:
     """See `linear_reference.linear_row_stats`; `limit` are the bytes of a chunk, 0 for the default."""
-    stats = statistics.new(head.hidden, head.dtype)
-    picked = head.hidden.new_empty(index.shape, dtype=head.dtype)
+    stats = statistics.new(head.hidden)
+    picked = head.hidden.new_empty(index.shape)
     size = head.sizes(limit).row_chunk
     every = slice(0, head.weight.shape[0])
-    buffer = _Buffer(head, size * every.stop, gradient=False)
+    buffer = head.hidden.new_empty(size * every.stop)
     for at in _pieces(head.hidden.shape[0], size):
-        x = buffer.fill(at, every).x
+        x = head.fill(buffer, at, every)
         torch.gather(x, 1, index[at], out=picked[at])
         statistics.take(kernels, x, at, stats)
     return stats, picked
@@ -201,7 +116,7 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
 def stats_scratch(head: Head, limit: int) -> list[Tensor]:
     """What forward holds beside its results: the buffer."""
     size = head.sizes(limit).row_chunk
-    return _Buffer(head, size * head.weight.shape[0], gradient=False).held
+    return [head.hidden.new_empty(size * head.weight.shape[0])]
 
 
 # ---- backward -----------------------------------------------------------------------------------------------------
@@ -217,7 +132,6 @@ def linear_row_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `linear_reference.linear_row_grad`; `coefficients` are terms, affine, index, values."""
     sizes = head.sizes(limit)
-    coefficients = _capped(head, coefficients)
     if sizes.by_columns(wanted):
         return _by_column_chunks(
             kernels, head, coefficients, wanted, transposed, sizes.column_chunk
@@ -230,7 +144,7 @@ def grad_scratch(head: Head, wanted: Sequence[bool], limit: int) -> list[Tensor]
     sizes, (rows, vocab) = head.sizes(limit), (head.hidden.shape[0], head.weight.shape[0])
     by_columns = sizes.by_columns(wanted)
     elements = rows * sizes.column_chunk if by_columns else sizes.row_chunk * vocab
-    made = _Buffer(head, elements, gradient=True).held
+    made = [head.hidden.new_empty(elements)]
     summed = head.hidden if by_columns else head.weight
     wide = compute_dtype(summed.dtype)
     if wanted[0 if by_columns else 1] and wide != summed.dtype and not sizes.whole:
@@ -286,11 +200,12 @@ def _by_row_chunks(
     rows, vocab = head.hidden.shape[0], head.weight.shape[0]
     pieces = list(_pieces(rows, size))
     sums = _Gradients(head, wanted, transposed, len(pieces))
-    buffer = _Buffer(head, size * vocab, gradient=True)
+    buffer = head.hidden.new_empty(size * vocab)
     for at in pieces:
         terms, affine, index, values = (each[at] for each in coefficients)
-        chunk = buffer.fill(at, slice(0, vocab))
-        sums.add(chunk.gradient(kernels, (terms, affine, index, values)), at)
+        x = head.fill(buffer, at, slice(0, vocab))
+        kernels.row_grad_(x, terms, affine, index, values, softmax=False)
+        sums.add(x, at)
     return sums.result()
 
 
@@ -338,13 +253,13 @@ def _by_column_chunks(
     grad_hidden = Sum(_empty_like(hidden, of_hidden), len(pieces))
     grad_weight = _empty_like(weight.t() if transposed else weight, of_weight)
     grad_bias = hidden.new_empty(vocab if of_bias else 0)
-    buffer = _Buffer(head, rows * size, gradient=True)
+    buffer = hidden.new_empty(rows * size)
     shifted = torch.empty_like(index, memory_format=torch.contiguous_format)
     for at in pieces:
         # a column of another chunk is outside this one, where it matches nothing
         torch.sub(index, at.start, out=shifted)
-        chunk = buffer.fill(slice(0, rows), at)
-        x = chunk.gradient(kernels, (terms, affine, shifted, values))
+        x = head.fill(buffer, slice(0, rows), at)
+        kernels.row_grad_(x, terms, affine, shifted, values, softmax=False)
         if of_hidden:
             grad_hidden.add(x, weight[at])
         if of_weight and transposed:

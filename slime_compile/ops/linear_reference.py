@@ -21,11 +21,6 @@ def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, hidden, weight.t())
 
 
-def _root(x: Tensor, softcap: float, capped: torch.dtype | None) -> Tensor:
-    """What statistics are taken of: the logits `x`, or `tanh(x / softcap)` in the dtype `capped`."""
-    return x if capped is None else (x.to(capped) / softcap).tanh()
-
-
 def linear_row_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -35,8 +30,6 @@ def linear_row_stats(
     means: Sequence[bool],
     totals: Sequence[bool],
     index: Tensor,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Row statistics of the logits, and the logits at some columns of each row.
 
@@ -48,14 +41,12 @@ def linear_row_stats(
         factors: S numbers.
         means, totals: S times whether anybody reads `mean` and `total`, which are NaN otherwise.
         index: [N, M] int64, columns in [0, V).
-        softcap, capped: where given, all this is of `tanh(logits / softcap)` in the dtype `capped` (that of hidden, or
-            its compute dtype) instead of the logits.
 
     Returns:
         `stats` [S, 4, N, 1] in the compute dtype: for each scale what `row_stats` gives of `factor * scale * logits`.
-        `picked` [N, M] in the dtype of hidden, or `capped`: the logits at `index`.
+        `picked` [N, M] in the dtype of hidden: the logits at `index`.
     """
-    x = _root(logits(hidden, weight, bias), softcap, capped)
+    x = logits(hidden, weight, bias)
     stats = [
         torch.stack(row_stats(x, scale, factor, mean, total))
         for scale, factor, mean, total in zip(scales, factors, means, totals, strict=True)
@@ -74,8 +65,6 @@ def linear_row_grad(
     values: Tensor,
     wanted: Sequence[bool],
     transposed: bool,
-    softcap: float = 0.0,
-    capped: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients through the matmul, of logits whose own gradient is in row normal form.
 
@@ -84,18 +73,14 @@ def linear_row_grad(
         terms, affine, index, values: [N, K, 5], [N, 3], [N, M], [N, M], what `row_grad` takes.
         wanted: which of the three gradients to make; [0] elements in place of the others.
         transposed: the gradient of the weight as [D, V].
-        softcap, capped: as for `linear_row_stats`; then the coefficients are those of the capped values' gradient.
 
     Returns:
         Gradients of hidden [N, D], weight [V, D], bias [V], in the dtype of hidden, contiguous.
     """
-    made = logits(hidden, weight, bias)
-    x = _root(made, softcap, capped)
+    x = logits(hidden, weight, bias)
     grad = row_grad(x, terms, affine, index, values, False, x.dtype)
-    if capped is not None:
-        grad = (grad * (1 - x * x) / softcap).to(made.dtype)
     of_hidden, of_weight, of_bias = wanted
-    empty = made.new_empty(0)
+    empty = x.new_empty(0)
     grad_weight = hidden.t() @ grad if transposed else grad.t() @ hidden
     return (
         grad @ weight if of_hidden else empty,

@@ -105,24 +105,10 @@ def _errors_seen_in_float32(found: Tensor, true: Tensor, dtype: torch.dtype) -> 
     return units * errors[errors.isfinite()]
 
 
-CAPS = [  # dtype of the logits, softcap, dtype of what is capped
-    *((dtype, 0.0, None) for dtype in DTYPES),
-    *((dtype, 1.5, dtype) for dtype in DTYPES),
-    (torch.bfloat16, 1.5, torch.float32),
-    (torch.float16, 1.5, torch.float32),
-]
-Cap = tuple[torch.dtype, float, torch.dtype | None]
-
-
-def _truly(cap: Cap) -> tuple[float, torch.dtype | None]:
-    return cap[1], torch.float64 if cap[2] else None
-
-
 @pytest.mark.parametrize("elements", [FEW, ONE])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("cap", CAPS)
-def test_stats(gen: torch.Generator, cap: Cap, with_bias: bool, elements: int) -> None:
-    dtype, *capped = cap
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stats(gen: torch.Generator, dtype: torch.dtype, with_bias: bool, elements: int) -> None:
     head = _head(gen, dtype, with_bias=with_bias)
     index = _index(gen)
     scale = torch.rand(ROWS, 1, generator=gen) + 0.5
@@ -132,13 +118,10 @@ def test_stats(gen: torch.Generator, cap: Cap, with_bias: bool, elements: int) -
         [True, False, True],
         [True, True, False],
     )
-    got = linear.linear_row_stats(
-        *head, *what, index, elements * dtype.itemsize, "", softcap=cap[1], capped=cap[2]
-    )
-    plain = linear_reference.linear_row_stats(*head, *what, index, *capped)
-    truth = linear_reference.linear_row_stats(*_doubled(*head), *what, index, *_truly(cap))
-    in_float32 = (cap[1], torch.float32 if cap[2] else None)
-    rough = linear_reference.linear_row_stats(*_in_float32(*head), *what, index, *in_float32)
+    got = linear.linear_row_stats(*head, *what, index, elements * dtype.itemsize, "")
+    plain = linear_reference.linear_row_stats(*head, *what, index)
+    truth = linear_reference.linear_row_stats(*_doubled(*head), *what, index)
+    rough = linear_reference.linear_row_stats(*_in_float32(*head), *what, index)
     for what, mine, eager, true, seen in zip(
         ("stats", "picked"), got, plain, truth, rough, strict=True
     ):
@@ -150,25 +133,21 @@ def test_stats(gen: torch.Generator, cap: Cap, with_bias: bool, elements: int) -
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("elements", [FEW, ONE])
 @pytest.mark.parametrize("rows", [ROWS, 3 * VOCAB])  # columns are cut where they outnumber rows
-@pytest.mark.parametrize("cap", CAPS)
-def test_grad(gen: torch.Generator, cap: Cap, rows: int, elements: int, transposed: bool) -> None:
-    dtype, *capped = cap
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grad(
+    gen: torch.Generator, dtype: torch.dtype, rows: int, elements: int, transposed: bool
+) -> None:
     head = _head(gen, dtype, rows)
     coefficients = _coefficients(gen, head)
-    limit = max(elements, 2 * rows) * dtype.itemsize * (5 if cap[2] else 1)
+    limit = max(elements, 2 * rows) * dtype.itemsize
     every = ((True,) * 3, transposed)
-    truth = linear_reference.linear_row_grad(
-        *_doubled(*head), *_doubled(*coefficients), *every, *_truly(cap)
-    )
-    plain = linear_reference.linear_row_grad(*head, *coefficients, *every, *capped)
-    in_float32 = (cap[1], torch.float32 if cap[2] else None)
+    truth = linear_reference.linear_row_grad(*_doubled(*head), *_doubled(*coefficients), *every)
+    plain = linear_reference.linear_row_grad(*head, *coefficients, *every)
     rough = linear_reference.linear_row_grad(
-        *_in_float32(*head), *_in_float32(*coefficients), *every, *in_float32
+        *_in_float32(*head), *_in_float32(*coefficients), *every
     )
     for wanted in WANTED:
-        got = linear.linear_row_grad(
-            *head, *coefficients, wanted, transposed, limit, "", softcap=cap[1], capped=cap[2]
-        )
+        got = linear.linear_row_grad(*head, *coefficients, wanted, transposed, limit, "")
         for what, made, mine, eager, true, seen in zip(
             ("hidden", "weight", "bias"), wanted, got, plain, truth, rough, strict=True
         ):
@@ -256,30 +235,23 @@ def test_in_float32_the_sum_is_the_gradient_itself(monkeypatch: pytest.MonkeyPat
     assert _pieces_taken(monkeypatch, 30, 70, (True, True, False), torch.float32) == "row"
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("rows", [ROWS, 3 * VOCAB])
-def test_one_buffer_of_the_size_asked_for(
-    monkeypatch: pytest.MonkeyPatch, rows: int, softcap: float
-) -> None:
+def test_one_buffer_of_the_size_asked_for(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Every chunk is written to the same memory, and none is larger than the bound."""
     places, sizes = set(), []
     fill = linear_chunks.Head.fill
 
-    def spy(self: linear_chunks.Head, out: Tensor, *where: slice) -> None:
-        places.add(out.data_ptr())
-        sizes.append(out.numel())
-        fill(self, out, *where)
+    def spy(self: linear_chunks.Head, buffer: Tensor, *where: slice) -> Tensor:
+        made = fill(self, buffer, *where)
+        places.add(made.data_ptr())
+        sizes.append(made.numel())
+        return made
 
     monkeypatch.setattr(linear_chunks.Head, "fill", spy)
     gen = torch.Generator().manual_seed(1)
     head = _head(gen, torch.bfloat16, rows)
     elements = 4 * max(rows, VOCAB)
-    capped = torch.float32 if softcap else None
-    held = 2 + 2 * 4 if softcap else 2  # what is capped and its gradient beside the logits
-    linear.linear_row_grad(
-        *head, *_coefficients(gen, head), (True,) * 3, False, held * elements, "",
-        softcap=softcap, capped=capped,
-    )  # fmt: skip
+    linear.linear_row_grad(*head, *_coefficients(gen, head), (True,) * 3, False, 2 * elements, "")
     assert len(places) == 1
     assert len(sizes) > 2
     assert max(sizes) <= elements
@@ -319,7 +291,6 @@ def test_opcheck(gen: torch.Generator, with_bias: bool) -> None:
     for what in (ONE_SCALE, two, ([], [], [], [])):
         args = (*head, *what, _index(gen), 4 * FEW, "region")
         opcheck(linear.linear_row_stats, args)
-        opcheck(linear.linear_row_stats, args, {"softcap": 2.0, "capped": torch.float32})
     for wanted in WANTED:
         args = (*head, *_coefficients(gen, head), wanted, wanted[0], 4 * FEW, "region")
         opcheck(linear.linear_row_grad, args)
@@ -355,34 +326,6 @@ def test_refuses(gen: torch.Generator, change: object, message: str) -> None:
     hidden, weight, _ = _head(gen, torch.float32)
     with pytest.raises((RuntimeError, NotImplementedError), match=message):
         _stats_of(*change(hidden, weight, _index(gen)))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("softcap", "capped", "message"),
-    [
-        (2.0, None, "`softcap` must be above 0 and come with a dtype, or be 0, got 2.0 with None"),
-        (0.0, torch.float32, "`softcap` must be above 0 and come with a dtype"),
-        (-2.0, torch.float32, "`softcap` must be above 0 and come with a dtype"),
-        (2.0, torch.bfloat16, r"`capped` must be one of \(torch.float32, torch.float32\)"),
-    ],
-)
-def test_refuses_softcap(
-    gen: torch.Generator, softcap: float, capped: torch.dtype | None, message: str
-) -> None:
-    head, index = _head(gen, torch.float32), _index(gen)
-    with pytest.raises(RuntimeError, match=message):
-        linear.linear_row_stats(*head, *ONE_SCALE, index, 0, "", softcap=softcap, capped=capped)
-    with pytest.raises(RuntimeError, match=message):
-        linear.linear_row_grad(
-            *head,
-            *_coefficients(gen, head),
-            (True,) * 3,
-            False,
-            0,
-            "",
-            softcap=softcap,
-            capped=capped,
-        )
 
 
 def test_a_weight_whose_memory_was_freed_is_named(gen: torch.Generator) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from slime_compile.ops import linear_chunks
-from slime_compile.ops.linear_chunks import Head, Softcap, Statistics
+from slime_compile.ops.linear_chunks import Head, Statistics
 from slime_compile.torch_private import TorchDispatchMode
 from tests.support.processes import run_python
 
@@ -62,12 +62,12 @@ def _tensors(values: Any) -> Sequence[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def run(which: str, rows_of_chunk: int, softcap: Softcap | None, dtype: torch.dtype) -> Recorder:
+def run(which: str, rows_of_chunk: int, dtype: torch.dtype) -> Recorder:
     hidden = torch.empty(ROWS, HIDDEN, dtype=dtype, device="meta")
     weight = torch.empty(VOCAB, HIDDEN, dtype=dtype, device="meta")
     bias = torch.empty(VOCAB, dtype=dtype, device="meta")
-    head = Head(hidden, weight, bias, softcap)
-    limit = rows_of_chunk * VOCAB * head.sizes(1).held
+    head = Head(hidden, weight, bias)
+    limit = rows_of_chunk * VOCAB * dtype.itemsize
     index = torch.empty(ROWS, 1, dtype=torch.int64, device="meta")
     numbers = torch.empty(ROWS, 5, device="meta")
     coefficients = (numbers[:, None], numbers[:, :3], index, numbers[:, :1])
@@ -83,21 +83,13 @@ def run(which: str, rows_of_chunk: int, softcap: Softcap | None, dtype: torch.dt
 
 
 OPERATORS = ["stats", "grad", "grad of the weight"]
-CAPS = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.bfloat16, Softcap(2.0, torch.bfloat16)),
-    (torch.bfloat16, Softcap(2.0, torch.float32)),
-]
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), CAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", OPERATORS)
-def test_no_chunk_allocates_or_waits(
-    which: str, dtype: torch.dtype, softcap: Softcap | None
-) -> None:
+def test_no_chunk_allocates_or_waits(which: str, dtype: torch.dtype) -> None:
     """As many large tensors are made for 12 chunks as for 3; what is new for a chunk has a few numbers per row."""
-    few, many = (run(which, rows, softcap, dtype) for rows in (8, 2))
+    few, many = (run(which, rows, dtype) for rows in (8, 2))
     assert many.called.count("addmm") > few.called.count("addmm") > 1
     row_numbers = 8 * 5  # of the largest chunk: terms, [n, 1, 5]
     large = [sum(size > row_numbers for size in each.new) for each in (few, many)]
@@ -108,7 +100,7 @@ def test_no_chunk_allocates_or_waits(
 CHILD = """
 import json, torch
 from slime_compile.ops import cuda, linear_chunks, linear_reference
-from slime_compile.ops.linear_chunks import Head, Softcap, Statistics
+from slime_compile.ops.linear_chunks import Head, Statistics
 
 def largest(mine, true):
     return max(((a.double() - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(mine, true) if a.numel())
@@ -116,25 +108,23 @@ def largest(mine, true):
 torch.manual_seed(0)
 found = {}
 rows, vocab, width = 5, 129, 8
-for dtype, cap in ((torch.float32, None), (torch.bfloat16, 2.0)):
+for dtype in (torch.float32, torch.bfloat16):
     hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).to(dtype)
-    softcap = None if cap is None else Softcap(cap, torch.float32)
-    head = Head(hidden, weight, None, softcap)
-    limit = 2 * vocab * head.sizes(1).held
+    head = Head(hidden, weight, None)
+    limit = 2 * vocab * dtype.itemsize
     index = torch.randint(vocab, (rows, 2))
     what = ([None], [1.5], [True], [True])
     stats, picked = linear_chunks.linear_row_stats(cuda, head, Statistics(*what), index, limit)
-    capped = () if cap is None else (cap, torch.float64)
     wide = (hidden.double(), weight.double(), None)
-    true = linear_reference.linear_row_stats(*wide, *what, index, *capped)
+    true = linear_reference.linear_row_stats(*wide, *what, index)
     terms = torch.cat([torch.full((rows, 1), 1.5), *stats[0, :2], *torch.randn(2, rows, 1)], -1)[:, None]
     numbers = (terms, torch.randn(rows, 3), index, torch.randn(rows, 2))
     for wanted in ((True, True, False), (True, False, False)):
         mine = linear_chunks.linear_row_grad(cuda, head, numbers, wanted, False, limit)
         plain = [n.double() if n.is_floating_point() else n for n in numbers]
-        want = linear_reference.linear_row_grad(*wide, *plain, wanted, False, *capped)
-        found[f"{dtype} {cap} {wanted}"] = largest(mine, want)
-    found[f"{dtype} {cap} stats"] = largest((stats, picked), true)
+        want = linear_reference.linear_row_grad(*wide, *plain, wanted, False)
+        found[f"{dtype} {wanted}"] = largest(mine, want)
+    found[f"{dtype} stats"] = largest((stats, picked), true)
 print(json.dumps(found))
 """
 
