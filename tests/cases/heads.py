@@ -1,7 +1,7 @@
 """Losses whose logits are made inside the compiled function: one function per way of writing the head.
 
 A row is a function with `@head(...)`: its parameters name its inputs (`harness.py` makes them), it returns a tuple of
-tensors. `fused` counts `linear_row_stats` and `linear_row_grad` in training.
+tensors. `fused` counts the loops over rows (`row_loop`) in training.
 
 Entry point: `HEADS`. The logits of all of them are never whole.
 """
