@@ -21,7 +21,7 @@ from fx_passes.graph.operators import MATMULS, name_of
 from fx_passes.graph.rows import NUMBERS, Block, Rows, Step, Whole, step_of
 from fx_passes.rows import chunks
 from fx_passes.rows.loops import Loop
-from fx_passes.rows.region import grown
+from fx_passes.rows.region import Region, grown
 
 aten = torch.ops.aten
 
@@ -36,10 +36,16 @@ def by_columns(graph: Graph, loop: Loop) -> Loop:
     turned.multiple = chunks.COLUMNS_MULTIPLE
     if turned.steps.keys().isdisjoint(products[:1]):
         return loop
-    if not all(node in turned.steps or node in turned.sums for node in loop.body):
+    if not all(node in turned.steps or _is_last_sum(node, turned, loop) for node in loop.body):
         return loop
     found = dataclasses.replace(loop, region=turned)
     return found if found.sum_bytes < loop.sum_bytes else loop
+
+
+def _is_last_sum(node: Node, region: Region, loop: Loop) -> bool:
+    """A sum over the columns that nothing in the loop reads."""
+    read = any(user in loop.body for user in node.users)
+    return node in region.sums and node in loop.results and not read
 
 
 def _step_of(node: Node, block: Block) -> Step | None:
