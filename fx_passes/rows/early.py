@@ -17,10 +17,20 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.backward import is_tangent
 from fx_passes.graph.facts import is_backward, same, shape_of, value
-from fx_passes.graph.operators import MATMULS, RESHAPES, is_collective, is_zero, name_of
+from fx_passes.graph.operators import (
+    CASTS,
+    MATMULS,
+    RESHAPES,
+    SAME_ROWS,
+    TURNS,
+    WRITES,
+    is_collective,
+    is_zero,
+    name_of,
+)
 from fx_passes.graph.order import ancestors, descendants
+from fx_passes.graph.user_lines import source_of
 from fx_passes.refused import Refused
-from fx_passes.rows.degrees import LINEAR, MULTIPLE, PLAIN, ZERO, degree_of_result, line_of
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.region import Region
 
@@ -28,7 +38,25 @@ __all__ = ["tangent_of"]
 
 aten = torch.ops.aten
 
-_OF_FIRST: set[Any] = LINEAR | {
+ZERO, PLAIN, MULTIPLE = "zero", "plain", "multiple"
+"""A constant 0; independent of backward's number; a multiple of it. 0 is either."""
+
+
+_LINEAR: set[Any] = (
+    SAME_ROWS
+    | CASTS
+    | TURNS
+    | {
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.sum.dim_IntList,
+        aten.sum.default,
+    }
+)
+"""Multiples of the first operand where that is one, in any shape."""
+
+_OF_FIRST: set[Any] = _LINEAR | {
     aten.gather.default, aten.index_select.default, aten.index.Tensor, aten.slice_backward.default,
     aten.select_backward.default, aten.flip.default, aten.cumsum.default, aten.mean.dim, aten.mean.default,
 }  # fmt: skip
@@ -119,7 +147,7 @@ class _Degrees:
         if name_of(target) == "slime_fused::row_grad":
             return self._of_gradient(node)
         if not isinstance(value(node), Tensor):
-            raise Refused(f"{line_of(node)} depends on the loss's gradient")
+            raise Refused(f"{_line_of(node)} depends on the loss's gradient")
         if target is aten.cat.default:
             return self.of(node.args[0])
         found = [self.of(arg) for arg in node.args]
@@ -127,10 +155,10 @@ class _Degrees:
             return _MIXED if target in RESHAPES else self._refused(node)
         if MULTIPLE in found and _is_linear(target, found):
             return MULTIPLE
-        return self._refused(node) if target in MATMULS else degree_of_result(node, found)
+        return self._refused(node) if target in MATMULS else _degree_of_result(node, found)
 
     def _refused(self, node: Node) -> str:
-        raise Refused(f"{line_of(node)} is not linear in the loss's gradient")
+        raise Refused(f"{_line_of(node)} is not linear in the loss's gradient")
 
     def _of_gradient(self, node: Node) -> str:
         """Coefficients that are multiples, of exponentials that are none: see docs/ops.md."""
@@ -151,3 +179,71 @@ class _Degrees:
         for at, part in enumerate(parts):
             if self.of(part) not in (ZERO, degrees[at % len(degrees)]):
                 self._refused(node)
+
+
+def _line_of(node: Node) -> str:
+    where = source_of(node)
+    return f"{node.target}{f' at {where}' if where else ''}"
+
+
+def _degree_of_result(node: Node, found: Sequence[str]) -> str:
+    """The degree of a pointwise result of operands of the degrees `found`."""
+    target = node.target
+    if MULTIPLE not in found:
+        zero = target in _HOMOGENEOUS and ZERO in found
+        return ZERO if zero and _zero_result(target, found) else PLAIN
+    rule = _HOMOGENEOUS.get(target)
+    if rule is None or not rule(node, found):
+        raise Refused(f"{_line_of(node)} is not linear in the loss's gradient")
+    return PLAIN if target in _COMPARED else MULTIPLE
+
+
+def _both(node: Node, found: Sequence[str]) -> bool:
+    """A sum of multiples."""
+    return PLAIN not in found[:2]
+
+
+def _one(node: Node, found: Sequence[str]) -> bool:
+    """A product with one multiple."""
+    return found[:2].count(MULTIPLE) == 1
+
+
+def _above(node: Node, found: Sequence[str]) -> bool:
+    return found[1] == PLAIN
+
+
+def _alone(node: Node, found: Sequence[str]) -> bool:
+    return True
+
+
+def _chosen(node: Node, found: Sequence[str]) -> bool:
+    """One of two multiples, by a condition that is none."""
+    return found[0] != MULTIPLE and PLAIN not in found[1:]
+
+
+def _with_zero(node: Node, found: Sequence[str]) -> bool:
+    """A multiple compared with 0: no other than the number's being 0 changes that, and then all is 0."""
+    return found[1] == ZERO
+
+
+_COMPARED: set[Any] = {aten.eq.Scalar, aten.ne.Scalar}
+_HOMOGENEOUS: dict[Any, Any] = {
+    aten.add.Tensor: _both,
+    aten.sub.Tensor: _both,
+    aten.mul.Tensor: _one,
+    aten.mul.Scalar: _one,
+    aten.div.Tensor: _above,
+    aten.div.Scalar: _above,
+    aten.neg.default: _alone,
+    aten.where.self: _chosen,
+    **dict.fromkeys(WRITES.values(), _both),
+    **dict.fromkeys(_COMPARED, _with_zero),
+}
+
+
+def _zero_result(target: Any, found: Sequence[str]) -> bool:
+    if target in (aten.add.Tensor, aten.sub.Tensor) or target in WRITES.values():
+        return set(found[:2]) == {ZERO}
+    if target is aten.where.self:
+        return set(found[1:]) == {ZERO}
+    return target is aten.neg.default

@@ -12,11 +12,10 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import BACKWARD, TAG, is_backward
+from fx_passes.graph.facts import BACKWARD, TAG, is_backward, value
 from fx_passes.graph.order import ancestors, descendants
 from fx_passes.refused import Refused
 from fx_passes.rows.chunks import Sizes
-from fx_passes.rows.degrees import Units
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.parts import Part
 from fx_passes.rows.program import Program
@@ -110,3 +109,29 @@ class Emission:
                     del node.meta[TAG]
         for old, new in self.replacements.items():
             old.replace_all_uses_with(new)
+
+
+class Units:
+    """Values that follow from the tangent and not from the logits, computed with 1 in its place."""
+
+    def __init__(self, tangent: Node, moving: set[Node], emit: Emitter) -> None:
+        self.tangent = tangent
+        self.moving = moving
+        self.emit = emit
+        self._made: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        if node not in self.moving:
+            return node
+        if node not in self._made:
+            if node is self.tangent:
+                made = self.emit.full([], 1.0, value(node).dtype, node)
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self.of)
+                made = self.emit.call(node.target, *args, **kwargs)
+            self._made[node] = made
+        return self._made[node]
+
+    def known(self, node: Node, made: Node) -> None:
+        """`made` is `node` with 1 in the number's place."""
+        self._made[node] = made
