@@ -42,6 +42,7 @@ from fx_passes.graph.rows import in_front, normal
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import Rejection
 from fx_passes.refused import Refused
+from fx_passes.rows import chunks
 from fx_passes.rows.chunks import SHARE, Sizes
 from fx_passes.rows.columns import by_columns
 from fx_passes.rows.early import tangent_of
@@ -247,10 +248,19 @@ def _planned(graph: Graph, region: Region, config: RowsConfig, piece: bool) -> P
         except Refused as reason:
             kept = plan.puts.keys()
             loops = [
-                each if each.results.keys() & kept else by_columns(graph, each) for each in loops
+                each if each.results.keys() & kept else _turned(graph, each, config)
+                for each in loops
             ]
             plan = dataclasses.replace(plan, loops=loops, waits=str(reason))
     return dataclasses.replace(plan, sizes=[_sizes_of(loop, config) for loop in plan.loops])
+
+
+def _turned(graph: Graph, loop: Loop, config: RowsConfig) -> Loop:
+    """`loop` over columns, where that takes less memory and its chunks are no narrower than matmuls need."""
+    found = by_columns(graph, loop)
+    least = min(chunks.COLUMNS_MIN, hint(found.region.rows))
+    narrow = found is not loop and _sizes_of(found, config).row_chunk < least
+    return loop if narrow else found
 
 
 def _early(

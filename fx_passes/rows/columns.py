@@ -19,7 +19,6 @@ from torch.fx import Graph, Node
 from fx_passes.graph.facts import rank_of
 from fx_passes.graph.operators import MATMULS, name_of
 from fx_passes.graph.rows import NUMBERS, Block, Rows, Step, Whole, step_of
-from fx_passes.rows import chunks
 from fx_passes.rows.loops import Loop
 from fx_passes.rows.region import Region, grown
 
@@ -33,7 +32,7 @@ def by_columns(graph: Graph, loop: Loop) -> Loop:
     if not loop.backward or not products or any(map(region.is_wide, loop.results)):
         return loop
     turned = grown(graph, products[0], block=Block((rank_of(products[0]) - 1,)), step=_step_of)
-    turned.multiple = chunks.COLUMNS_MULTIPLE
+    turned.of_columns = True
     if turned.steps.keys().isdisjoint(products[:1]):
         return loop
     if not all(node in turned.steps or _is_last_sum(node, turned, loop) for node in loop.body):

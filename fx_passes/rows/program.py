@@ -14,6 +14,7 @@ the graph's text. It is JSON:
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
     wide      [columns, bytes of one, multiple]: of the widest value of a chunk, and of a chunk's rows
+    columns   whether the rows are the columns of logits
 
 A step that writes over its first argument (`row_grad_`) has that for its result.
 
@@ -67,9 +68,9 @@ def _has_its_dtype(node: Node) -> bool:
 def wide_results(text: str) -> tuple[int, set[int]]:
     """Columns of the widest value of a chunk of rows, 0 of a loop over columns; and the results that may be as wide."""
     told = json.loads(urllib.parse.unquote(text))
-    columns, _, multiple = told["wide"]
+    columns = 0 if told["columns"] else told["wide"][0]
     found = {at for at, (how, *_) in enumerate(told["results"]) if how in ("rows", "put")}
-    return (columns if multiple == 1 else 0), found
+    return columns, found
 
 
 def values_read(arg: Any) -> set[Any]:
@@ -143,6 +144,7 @@ class Program:
             "steps": numbered(self.steps),
             "results": numbered(self.results),
             "wide": [*self.region.widest(self.loop.body), self.region.multiple],
+            "columns": self.region.of_columns,
         }
         return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
 

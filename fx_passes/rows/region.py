@@ -42,6 +42,7 @@ from fx_passes.graph.rows import (
     shape_of_value,
     step_of,
 )
+from fx_passes.rows import chunks
 
 aten = torch.ops.aten
 Stepped = Callable[[Node, Block], Step | None]
@@ -59,7 +60,7 @@ class Region:
         blocks: where the rows lie in each value that has them, given ones included.
         steps: of each node that is computed row by row.
         sums: of each node that adds wide values over all rows.
-        multiple: of the rows of a chunk.
+        of_columns: its rows are the columns of logits.
     """
 
     rows: Any
@@ -67,7 +68,12 @@ class Region:
     blocks: dict[Node, Block] = field(default_factory=dict)
     steps: dict[Node, Step] = field(default_factory=dict)
     sums: dict[Node, Across] = field(default_factory=dict)
-    multiple: int = 1
+    of_columns: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """Of the rows of a chunk."""
+        return chunks.COLUMNS_MULTIPLE if self.of_columns else 1
 
     def is_wide(self, node: Node) -> bool:
         """Has rows, and about as many columns as the vocabulary; so has what gives several values."""

@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import byte_count, hint, is_backward, rank_of, shape_of, value
 from fx_passes.graph.operators import CASTS, MATMULS, SHOWN, VIEWS, name_of, under
-from fx_passes.graph.rows import in_front
 from fx_passes.graph.user_lines import source_of
 from fx_passes.outcome import Outcome, Rejection
 from fx_passes.rows.chunks import Sizes
@@ -73,6 +72,7 @@ class Looped:
         values: wide values of which there is a chunk at a time.
         others: of these, values that are neither a head's logits nor what a fused operator makes of them.
         backward: the loop runs in backward.
+        columns: the chunks are of columns.
         nodes: targets and lines of the user's nodes that the loop computes.
         whole: results of a loop of forward that are as large as all chunks.
     """
@@ -82,6 +82,7 @@ class Looped:
     values: int
     others: int
     backward: bool
+    columns: bool
     nodes: tuple[tuple[str, str], ...]
     whole: int
 
@@ -89,7 +90,7 @@ class Looped:
         where = f" from {self.source}" if self.source else ""
         when = "backward" if self.backward else "forward"
         return (
-            f"{when} runs in {self.chunks} chunks of rows{where}: "
+            f"{when} runs in {self.chunks} chunks of {'columns' if self.columns else 'rows'}{where}: "
             f"of {self.values} full-vocabulary values one chunk exists at a time"
         )
 
@@ -188,8 +189,7 @@ def _is_head(node: Node) -> bool:
 
 def _chunk(node: Node, loop: Loop, sizes: Sizes) -> tuple[int, int]:
     rows, columns = map(hint, shape_of(node))
-    of_rows = loop.region.blocks[node] == in_front(1)
-    return (sizes.row_chunk, columns) if of_rows else (rows, sizes.row_chunk)
+    return (rows, sizes.row_chunk) if loop.region.of_columns else (sizes.row_chunk, columns)
 
 
 def _looped(loop: Loop, sizes: Sizes) -> Looped:
@@ -200,7 +200,9 @@ def _looped(loop: Loop, sizes: Sizes) -> Looped:
     spared = loop.spared
     others = sum(map(_is_other, spared))
     chunks = -(-sizes.rows // sizes.row_chunk)
-    return Looped(source, chunks, len(spared), others, loop.backward, nodes, whole)
+    return Looped(
+        source, chunks, len(spared), others, loop.backward, loop.region.of_columns, nodes, whole
+    )
 
 
 def _is_other(node: Node) -> bool:

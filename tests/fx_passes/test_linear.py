@@ -287,7 +287,10 @@ def _with_gradients(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> lis
 IN_FULL = [
     (_returned, "the logits are returned, so they are materialised in full"),
     (_rows_joined, "the logits are materialised in full: the matmul does not work row by row"),
-    (_batched, "the logits are materialised in full: a batch of matrices is multiplied"),
+    (
+        _batched,
+        "the logits are materialised in full: a batch of matrices is multiplied, each by a matrix of its own",
+    ),
 ]
 
 
