@@ -107,4 +107,5 @@ def _rewrite(emit: Emitter, every: Node, columns: Any, gathers: Gathers) -> None
         emit.origin = node
         mine = part.take(emit, found, [columns])
         mine = emit.reshape(mine, emit.sizes(node.args[2]))  # type: ignore[arg-type]
-        node.replace_all_uses_with(emit.laid_out_as(mine, node))
+        packed = emit.call(aten.clone.default, mine, memory_format=torch.contiguous_format)
+        node.replace_all_uses_with(packed)
