@@ -58,12 +58,15 @@ def _step_of(node: Node, block: Block) -> Step | None:
     return step_of(node, block)
 
 
-def _product_of_columns(node: Node) -> Step:
+def _product_of_columns(node: Node) -> Step | None:
     args: Any = node.args
     *bias, left, right = args
+    if any(rank_of(each) != 1 for each in bias):
+        return None
     columns = Step(aten.permute.default, (Rows(right, Block((1,))), [1, 0]))
-    added = [Rows(each, Block((rank_of(each) - 1,))) for each in bias]
-    return Step(aten.permute.default, (Step(node.target, (*added, Whole(left), columns)), [1, 0]))
+    added = [Rows(each, Block((0,))) for each in bias]
+    product = Step(node.target, (*added, Whole(left), columns), node.kwargs)
+    return Step(aten.permute.default, (product, [1, 0]))
 
 
 def _gradient_of_columns(node: Node) -> Step:

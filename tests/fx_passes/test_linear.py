@@ -277,6 +277,22 @@ def test_other_work_on_rows(fn: Callable[..., Outputs], graphs: list[Graph]) -> 
     assert last_report()["chunked_heads"] == 1
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (ROWS,)], ids=str)
+def test_addmm_in_half_precision(lead: tuple[int, ...]) -> None:
+    """Factors of the two addends, and a bias of each shape: backward cuts columns only of a bias of columns."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        logits = torch.addmm(bias, hidden, weight.t(), beta=0.5, alpha=2)
+        return (F.cross_entropy(logits.float(), target),)
+
+    hidden, weight, target = example()
+    inputs = [each.detach().bfloat16().requires_grad_() for each in (hidden, weight)]
+    bias = torch.randn(*lead, VOCAB).bfloat16()
+    found = _with_gradients(compiled(loss, 2), [*inputs, target])
+    for got, want in zip(found, _with_gradients(loss, [*inputs, target]), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+
+
 def _with_gradients(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> list[Tensor]:
     outputs = fn(*inputs)
     total = sum(each.sum() for each in outputs if each.requires_grad)
