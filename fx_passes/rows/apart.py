@@ -100,6 +100,8 @@ def _pieces(split: Node, every: Node) -> Iterator[tuple[Node, Range]]:
     if along in ((), (0,)):
         each = _rows_of_each(every)
         lengths = [each if is_unbound else each * shape_of(piece)[0] for piece in value(split)]
+        if not all(isinstance(length, int) for length in lengths):
+            return
         ends = [0, *itertools.accumulate(lengths)]
         for item in split.users:
             at: Any = item.args[1]

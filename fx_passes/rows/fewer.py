@@ -43,7 +43,7 @@ from fx_passes.graph.operators import (
     turns,
     under,
 )
-from fx_passes.graph.order import is_dead, tidy
+from fx_passes.graph.order import ancestors, is_dead, tidy
 from fx_passes.graph.user_lines import source_of
 from fx_passes.refused import Refused
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, same_columns
@@ -138,7 +138,7 @@ def _answer(emit: Emitter, asked: list[Node], min_vocab: int) -> None:
     for node in asked:
         expr = value(node).node.expr
         size = emit.size_of(expr) or _narrow_size(emit, expr, min_vocab)
-        if isinstance(size, Node):
+        if isinstance(size, Node) and node not in ancestors([size]):
             node.replace_all_uses_with(size)
 
 

@@ -195,7 +195,7 @@ class Program:
         if arg is COUNT:
             return {"n": 1}
         if arg is NUMBERS:
-            numbers = self.emit.iota(self.region.rows, next(iter(self.loop.body)))
+            numbers = self.emit.iota(self._count(self.region.rows), next(iter(self.loop.body)))
             return self._chunk(Rows(numbers, in_front(1)))
         if isinstance(arg, Node):
             return self._size(arg)
@@ -250,12 +250,14 @@ class Program:
         return self.whole.setdefault(part.numbers(self.emit), len(self.whole))
 
     def _number(self, size: Any) -> Any:
-        if isinstance(size, int):
-            return size
-        found: SizeArg | None = self.emit.size_of(size.node.expr)
+        found = self._count(size)
+        return found if isinstance(found, int) else self._size(found)
+
+    def _count(self, size: Any) -> SizeArg:
+        found = size if isinstance(size, int) else self.emit.size_of(size.node.expr)
         if found is None:
             raise Refused(f"an argument is {size}")
-        return found if isinstance(found, int) else self._size(found)
+        return found
 
     def _given(self, operand: Whole) -> Any:
         node = self.made.get(operand.node) or self.given(operand.node)

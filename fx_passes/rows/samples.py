@@ -114,6 +114,7 @@ def _is_sum(node: Any) -> bool:
         return False
     return all(
         isinstance(each, Node)
+        and isinstance(value(each), torch.Tensor)
         and value(each).dtype == value(node).dtype
         and same_shape(shape_of(each), shape_of(node))
         for each in node.args

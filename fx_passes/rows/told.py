@@ -199,7 +199,7 @@ def _looped(loop: Loop, sizes: Sizes) -> Looped:
     whole = 0 if loop.backward else sum(map(loop.region.is_wide, loop.results))
     spared = loop.spared
     others = sum(map(_is_other, spared))
-    chunks = -(-sizes.rows // sizes.row_chunk)
+    chunks = -(-sizes.rows // max(sizes.row_chunk, 1))
     return Looped(
         source, chunks, len(spared), others, loop.backward, loop.region.of_columns, nodes, whole
     )

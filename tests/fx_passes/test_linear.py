@@ -119,6 +119,61 @@ def test_head_with_any_number_of_rows(
     assert not full_logits(graphs[-1])
 
 
+def _plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    return (F.cross_entropy(logits.float(), target),)
+
+
+def _halves_that_meet(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    log_p = logits.float().log_softmax(-1)
+    one, other = log_p.chunk(2)
+    return ((one.exp() * (one - other)).sum() + log_p.gather(-1, target[:, None]).sum(),)
+
+
+def _joined_with_numbers(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    every = torch.cat([logits, 2 * logits[1:]])
+    log_p = every.float().log_softmax(-1)
+    return (log_p[torch.arange(len(every)), torch.cat([target, target[1:]])].sum(),)
+
+
+def _number_of_chosen(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    logits = hidden @ weight.t()
+    chosen = logits.float()[target > 9]
+    losses = F.cross_entropy(chosen, target[target > 9], reduction="none")
+    return ((losses * torch.arange(len(chosen))).sum(),)
+
+
+def _piece_of_no_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+    total = hidden.new_zeros([], dtype=torch.float32)
+    for start, stop in ((0, 2), (2, 4), (4, 8), (8, None)):
+        logits = hidden[start:stop] @ weight.t()
+        total = total + F.cross_entropy(logits.float(), target[start:stop], reduction="sum")
+    return (total,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "fn", [_plain, _halves_that_meet, _joined_with_numbers, _number_of_chosen, _piece_of_no_rows]
+)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_symbolic_sizes(fn: Callable[..., Outputs], dtype: torch.dtype) -> None:
+    """In the rows that a program takes and joins, and in the columns of backward's chunks."""
+    function = compiled(fn, dtype.itemsize, dynamic=True)
+    for rows in (8, 12):
+        hidden, weight, target = example(rows)
+        inputs = [each.detach().to(dtype).requires_grad_() for each in (hidden, weight)]
+        every = zip(
+            _with_gradients(function, [*inputs, target]),
+            _with_gradients(fn, [*inputs, target]),
+            strict=True,
+        )
+        near = {"rtol": 0.05, "atol": 0.1} if dtype == torch.bfloat16 else {}
+        for got, want in every:
+            torch.testing.assert_close(got, want, **near)
+
+
 UNDER_INDUCTOR = ["linear_with_bias", "shifted", "einsum", "policy"]
 
 
