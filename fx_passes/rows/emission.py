@@ -48,7 +48,8 @@ class Emission:
 
     def __init__(self, plan: Plan, emit: Emitter, compiled: bool) -> None:
         self.plan, self.emit, self.compiled = plan, emit, compiled
-        self.made: dict[Node, Node] = {}
+        self.made: dict[Node, tuple[Node, Region]] = {}  # as [N, *sizes], and whose rows these are
+        self.shown: dict[Node, Node] = {}  # in the shape of the user's value
         self.replacements: dict[Node, Node] = {}
         self.into_forward: list[Node] = []
         self.units: Units | None = None
@@ -58,8 +59,9 @@ class Emission:
             self._loop(loop, sizes)
 
     def _loop(self, loop: Loop, sizes: Sizes) -> None:
-        given = self.units.of if self.units is not None else lambda node: node
-        program = Program(loop, self.emit, self.plan.puts, self.made, given)
+        given = self.units.of if self.units is not None else lambda n: self.shown.get(n, n)
+        made = {old: found for old, (found, of) in self.made.items() if of is loop.region}
+        program = Program(loop, self.emit, self.plan.puts, made, given)
         if not program.rows:
             raise Refused("all rows are equal, and made of one", next(iter(loop.body)))
         self.emit.origin = next(iter(loop.results))
@@ -86,7 +88,8 @@ class Emission:
             old, new = part.every, self.emit.reshape(found, self.emit.sizes(part.every))
         else:
             new = in_place_of(old, found, region, self.emit)
-            self.made[old] = new if old in region.sums else found
+            self.made[old] = (new if old in region.sums else found), region
+            self.shown[old] = new
         units = self.units
         if units is not None and old in units.moving:
             units.known(old, new)

@@ -348,6 +348,22 @@ def test_addmm_in_half_precision(lead: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_numbers_per_row_for_chunks_of_columns(batch: int) -> None:
+    """Of a softmax over the columns, and of one over the rows: forward's loop has made them with its rows in front."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Outputs:
+        logits = hidden @ weight.t()
+        return (F.cross_entropy(logits, logits.softmax(-1), reduction="sum") + logits.sum(),)
+
+    _, weight, _ = example()
+    hidden = torch.randn(batch, 6, HIDDEN, generator=torch.Generator().manual_seed(0))
+    inputs = [each.detach().bfloat16().requires_grad_() for each in (hidden, weight)]
+    found = _with_gradients(compiled(loss, 2), inputs)
+    for got, want in zip(found, _with_gradients(loss, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.2)
+
+
 def _with_gradients(fn: Callable[..., Outputs], inputs: Sequence[Tensor]) -> list[Tensor]:
     outputs = fn(*inputs)
     total = sum(each.sum() for each in outputs if each.requires_grad)
