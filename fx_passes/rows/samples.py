@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SPLITS, WRITES, is_elementwise, is_pure
@@ -134,7 +135,9 @@ _SPELLINGS: dict[Any, Any] = {aten.cat.default: _joined, aten.add.Tensor: _added
 def _may_stand_for(emit: Emitter, made: Node, node: Node) -> bool:
     """A result keeps memory of its own."""
     alone = value(made).dtype == value(node).dtype
-    return alone and (made in emit.created or all(user.op != "output" for user in node.users))
+    return alone and (
+        made in emit.created or node not in Aliases(emit.graph).of_outputs(emit.graph)
+    )
 
 
 def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | None:

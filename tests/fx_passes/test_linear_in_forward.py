@@ -497,6 +497,18 @@ def test_samples_that_are_put_together_otherwise_wait(weights: Weights) -> None:
     assert "it needs sums over all rows of the loss" in note or "rows are broadcast" in note
 
 
+def test_samples_that_are_put_together_and_returned_have_their_own_memory() -> None:
+    """Through a view, too."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
+        log_p = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+        return log_p, torch.cat([log_p[:1], log_p[1:]]).view(-1)
+
+    inputs = torch.randn(3, 5, 4), torch.randn(VOCAB, 4), torch.randint(VOCAB, (3, 5))
+    first, other = compiled(loss)(*inputs)
+    assert first.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
 def test_columns_of_some_samples() -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
         logits = (hidden.repeat(2, 1)[:9] @ weight.t()).view(3, 3, -1)
