@@ -59,7 +59,7 @@ class Emission:
             self._loop(loop, sizes)
 
     def _loop(self, loop: Loop, sizes: Sizes) -> None:
-        given = self.units.of if self.units is not None else lambda n: self.shown.get(n, n)
+        given = self.units.of if self.units is not None else self._as_shown
         made = {old: found for old, (found, of) in self.made.items() if of is loop.region}
         program = Program(loop, self.emit, self.plan.puts, made, given)
         if not program.rows:
@@ -81,6 +81,9 @@ class Emission:
             found = self.emit.call(operator.getitem, node, at)
             self._tag(found, loop)
             self._put(old, found, loop.region)
+
+    def _as_shown(self, node: Node) -> Node:
+        return self.shown.get(node, node)
 
     def _put(self, old: Node, found: Node, region: Region) -> None:
         part = self.plan.puts.get(old)

@@ -22,7 +22,15 @@ from torch.fx import Graph, Node
 from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, same, same_shape, shape_of, value
-from fx_passes.graph.operators import RESHAPES, SPLITS, WRITES, is_elementwise, is_pure
+from fx_passes.graph.operators import (
+    RESHAPES,
+    SPLITS,
+    VIEWS,
+    WRITES,
+    is_elementwise,
+    is_pure,
+    under,
+)
 from fx_passes.graph.order import tidy
 from fx_passes.graph.slices import bounds, takes_all
 from fx_passes.rows.parts import rows_put
@@ -134,10 +142,10 @@ _SPELLINGS: dict[Any, Any] = {aten.cat.default: _joined, aten.add.Tensor: _added
 
 def _may_stand_for(emit: Emitter, made: Node, node: Node) -> bool:
     """A result keeps memory of its own."""
-    alone = value(made).dtype == value(node).dtype
-    return alone and (
-        made in emit.created or node not in Aliases(emit.graph).of_outputs(emit.graph)
-    )
+    if value(made).dtype != value(node).dtype:
+        return False
+    own = under(made, VIEWS) in emit.created
+    return own or node not in Aliases(emit.graph).of_outputs(emit.graph)
 
 
 def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | None:

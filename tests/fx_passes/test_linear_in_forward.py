@@ -497,12 +497,20 @@ def test_samples_that_are_put_together_otherwise_wait(weights: Weights) -> None:
     assert "it needs sums over all rows of the loss" in note or "rows are broadcast" in note
 
 
-def test_samples_that_are_put_together_and_returned_have_their_own_memory() -> None:
-    """Through a view, too."""
-
+@pytest.mark.parametrize(
+    "together",
+    [
+        lambda x: torch.cat([x[:1], x[1:]]).view(-1),
+        lambda x: torch.stack([each.view(-1) for each in x]),
+        lambda x: torch.stack([each.view(5, 1) for each in x]),
+    ],
+)
+def test_samples_that_are_put_together_and_returned_have_their_own_memory(
+    together: Callable[[Tensor], Tensor],
+) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Outputs:
         log_p = (hidden @ weight.t()).log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
-        return log_p, torch.cat([log_p[:1], log_p[1:]]).view(-1)
+        return log_p, together(log_p)
 
     inputs = torch.randn(3, 5, 4), torch.randn(VOCAB, 4), torch.randint(VOCAB, (3, 5))
     first, other = compiled(loss)(*inputs)
