@@ -278,7 +278,7 @@ def _early(
     late = [loop for loop in loops if loop.backward]
     tangent = tangent_of(graph, region, late)
     early = loops_of(graph, region, early=True)
-    if len(early) >= len(loops):
+    if sum(map(_multiplies, early)) >= sum(map(_multiplies, loops)):
         raise Refused("it needs sums over all rows of the loss")
     total = sum(loop.sum_bytes for loop in late)
     if config.in_forward == "auto" and total > _sizes_of(late[0], config).bytes // SHARE:

@@ -59,7 +59,7 @@ class Region:
         vocab: columns of the values that it began with.
         blocks: where the rows lie in each value that has them, given ones included.
         steps: of each node that is computed row by row.
-        sums: of each node that adds wide values over all rows.
+        sums: of each node that adds over all rows.
         of_columns: its rows are the columns of logits.
     """
 
@@ -222,14 +222,9 @@ class _Growth:
             self.enter(node, block)
             return
         found = across(node, known)
-        if found is not None and self._is_of_wide(found) and self._agrees(found.step):
+        if found is not None and self._agrees(found.step):
             self.region.sums[node] = found
             self._pull(found.step)
-
-    def _is_of_wide(self, found: Across) -> bool:
-        """Sums of a few numbers per row are left to the compiler."""
-        operands = [each for each in found.step.operands() if isinstance(each, Rows)]
-        return any(self._is_large(each.node, each.block) for each in operands)
 
     def enter(self, node: Node, block: Block) -> bool:
         """Whether `node` can be computed over chunks of the rows in `block`; then it is of the region."""
