@@ -86,7 +86,6 @@ class Outcome:
         rounded_to: the narrowest dtype to which the program, but not the rewrite, rounds full-vocabulary values; the
             notes give the lines.
         changed: number of the pass's edits.
-        gone: targets and lines of nodes that an earlier pass may have refused and this one has removed.
         decisions: about gradients in place.
         returned: logits among the outputs.
         early: a loop over rows takes gradients in forward.
@@ -107,7 +106,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
     rounded_to: torch.dtype | None = None
     changed: int = 0
-    gone: frozenset[tuple[str, str]] = frozenset()
     decisions: tuple[Decision, ...] = ()
     returned: Returned | None = None
     early: bool = False
@@ -119,12 +117,10 @@ class Outcome:
         if later.added_to is not None:
             added, changed = later.added_to(self), self.changed + later.changed
             return dataclasses.replace(added, changed=changed, early=self.early or later.early)
-        kept = [each for each in self.rejections if (each.node, each.source) not in later.gone]
         sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMS}
         return Outcome(
             **{**sums, "saved_bytes_after": max(sums["saved_bytes_after"], 0)},
-            rejections=(*kept, *later.rejections),
-            gone=self.gone | later.gone,
+            rejections=self.rejections + later.rejections,
             rounded_to=later.rounded_to or self.rounded_to,
             returned=later.returned or self.returned,
             early=self.early or later.early,

@@ -42,8 +42,7 @@ def use_whole_logits(graph: Graph) -> int:
     if fake_mode is None:
         return 0
     emit = Emitter(graph, fake_mode)
-    for node in list(graph.nodes):
-        emit.adopt(node)
+    emit.adopt_all()
     output = graph.output_node()
     for node, whole in found:
         emit.origin = node

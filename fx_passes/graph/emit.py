@@ -78,6 +78,10 @@ class Emitter:
         self.represents[node] = first
         return first
 
+    def adopt_all(self) -> None:
+        for node in self.graph.nodes:
+            self.adopt(node)
+
     def call(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         key = self._key(target, args, kwargs)
         if key in self._shared:

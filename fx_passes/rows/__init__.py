@@ -224,8 +224,7 @@ def _rewritten(
     early = plan.tangent is not None
     outcome = told_of(region, plan.loops, plan.sizes, early, plan.waits)
     outcome = dataclasses.replace(outcome, saved_bytes=saved_bytes(graph, region))
-    for node in graph.nodes:
-        emit.adopt(node)
+    emit.adopt_all()
     returned = Returned(graph)
     with graph.inserting_before(graph.output_node()):
         emission = Emission(plan, emit, config.compiled)

@@ -22,7 +22,7 @@ from fx_passes.graph.operators import SPLITS
 from fx_passes.graph.order import tidy
 from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, in_front
 from fx_passes.rows.fewer import HEADS, head_under
-from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, move_of, rows_put
+from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, Move, move_of, piece_of, rows_put, span
 from fx_passes.rows.region import Region, grown, in_place_of
 from fx_passes.torch_private import detect_fake_mode
 
@@ -84,38 +84,23 @@ def _taken(region: Region, min_vocab: int) -> dict[Node, Range]:
 def _taken_of(node: Node) -> Iterator[tuple[Node, Range]]:
     for user in node.users:
         if user.target in SPLITS:
-            yield from _pieces(user, node)
-        elif user.target in TAKES.keys() - BY_NUMBERS and (rows := _moved(user, node, 1)):
+            for item in user.users:
+                piece = piece_of(item)
+                if piece is not None and (rows := _range(piece[1], node)):
+                    yield item, rows
+        elif user.target in TAKES.keys() - BY_NUMBERS and (
+            rows := _range(move_of(user, node, 1), node)
+        ):
             yield user, rows
 
 
-def _rows_of_each(every: Node) -> int:
-    """Of each number of the first dimension of [.., rows.., V]."""
-    return math.prod(map(hint, shape_of(every)[1:-1]))
-
-
-def _pieces(split: Node, every: Node) -> Iterator[tuple[Node, Range]]:
-    is_unbound = split.target is aten.unbind.int
-    along = split.args[1:] if is_unbound else split.args[2:]
-    if along in ((), (0,)):
-        each = _rows_of_each(every)
-        lengths = [each if is_unbound else each * shape_of(piece)[0] for piece in value(split)]
-        if not all(isinstance(length, int) for length in lengths):
-            return
-        ends = [0, *itertools.accumulate(lengths)]
-        for item in split.users:
-            at: Any = item.args[1]
-            yield item, (ends[at], ends[at + 1])
-
-
-def _moved(node: Node, every: Node, first: int) -> Range | None:
-    """The rows of `every` that a slice or selection takes, or puts, by its arguments from number `first` on."""
-    move, each = move_of(node, every, first), _rows_of_each(every)
-    if move is None or move[1] != 0:
+def _range(move: Move | None, every: Node) -> Range | None:
+    """The rows of `every`, [.., rows.., V], that a slice or selection of its first dimension takes or puts."""
+    found = None if move is None else span(move)
+    if found is None or (found[0], found[3]) != (0, 1):
         return None
-    start, stop, step = move[2:] if move[0] == "slice" else (move[2], move[2] + 1, 1)
-    known = isinstance(start, int) and isinstance(stop, int) and step == 1
-    return (each * start, each * stop) if known else None
+    each = math.prod(map(hint, shape_of(every)[1:-1]))
+    return each * found[1], each * found[2]
 
 
 def _are_all(taken: dict[Node, Range], region: Region) -> bool:
@@ -230,7 +215,7 @@ class _Part:
         if node in self.made:
             return self.made[node]
         put = rows_put(node) if node.target in PUTS.keys() - BY_NUMBERS else None
-        if put is not None and (rows := _moved(node, node, 2)) is not None:
+        if put is not None and (rows := _range(move_of(node, node, 2), node)) is not None:
             sizes = [self.rows[1] - self.rows[0], *block.rest(shape_of(node))]
             if rows == self.rows:
                 return self.emit.reshape(put, sizes)

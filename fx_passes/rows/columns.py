@@ -29,7 +29,8 @@ def by_columns(graph: Graph, loop: Loop) -> Loop:
     """`loop` over chunks of columns, or as it is where that takes no less memory, or cannot be."""
     region = loop.region
     products = [n for n in loop.body if n.target in MATMULS and region.made_wide(n)]
-    if not loop.backward or not products or any(map(region.is_wide, loop.results)):
+    summed = loop.backward and loop.sum_bytes > 0
+    if not summed or not products or any(map(region.is_wide, loop.results)):
         return loop
     turned = grown(graph, products[0], block=Block((rank_of(products[0]) - 1,)), step=_step_of)
     turned.of_columns = True

@@ -18,7 +18,7 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, rank_of, shape_of
 from fx_passes.graph.operators import MATMULS, SAME_ROWS, name_of, under
 from fx_passes.graph.order import tidy
-from fx_passes.rows.parts import Part, taken
+from fx_passes.rows.parts import Part, span, taken
 from fx_passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
@@ -40,8 +40,7 @@ def gather_of_all(graph: Graph, min_vocab: int, fake_mode: FakeTensorMode) -> No
     if not found:
         return
     emit = Emitter(graph, fake_mode)
-    for node in graph.nodes:
-        emit.adopt(node)  # no size is asked of what a matmul makes
+    emit.adopt_all()  # no size is asked of what a matmul makes
     with graph.inserting_before(graph.output_node()):
         for (every, columns), groups in found.items():
             for group in groups:
@@ -51,22 +50,14 @@ def gather_of_all(graph: Graph, min_vocab: int, fake_mode: FakeTensorMode) -> No
 
 def _is_apart(part: Part, others: Gathers) -> bool:
     """Whether it has no row of theirs, as numbers in one dimension tell."""
-    mine = _interval(part)
+    mine = span(part.moves[0])
     for _, other in others:
-        theirs = _interval(other)
+        theirs = span(other.moves[0])
         if mine is None or theirs is None or mine[0] != theirs[0]:
             return False
         if mine[1] < theirs[2] and theirs[1] < mine[2]:
             return False
     return True
-
-
-def _interval(part: Part) -> tuple[int, int, int] | None:
-    """(dimension, start, stop) of the rows that it takes first."""
-    kind, dim, *rest = part.moves[0]
-    if kind == "view" or not all(isinstance(each, int) for each in rest):
-        return None
-    return (dim, rest[0], rest[0] + 1) if kind == "select" else (dim, rest[0], rest[1])
 
 
 def _of_columns(node: Node) -> bool:

@@ -36,13 +36,17 @@ __all__ = [
     "BY_NUMBERS",
     "PUTS",
     "TAKES",
+    "Move",
     "Part",
+    "cut_of",
     "is_of_rows",
     "move_of",
     "piece_of",
     "put",
     "rows_put",
     "same_columns",
+    "span",
+    "split_of",
     "taken",
 ]
 
@@ -133,19 +137,31 @@ def taken(node: Node) -> Part | None:
 
 def piece_of(node: Node) -> tuple[Node, Move] | None:
     """The value of which `node` is a piece of rows, and the slice or selection that takes it."""
-    split: Any = node.args[0]
-    if node.target is not operator.getitem or split.target not in SPLITS:
+    found = split_of(node)
+    return None if found is None or _is_of_columns(found[1], found[0]) else found
+
+
+def split_of(node: Node) -> tuple[Node, Move] | None:
+    """The same in any dimension."""
+    split: Any = node.args[0] if node.target is operator.getitem else node
+    if split is node or split.target not in SPLITS:
         return None
     every, place, is_one = split.args[0], cast(int, node.args[1]), split.target is aten.unbind.int
     dim = (split.args[1 if is_one else 2 :] or (0,))[0] % rank_of(every)
-    if dim == rank_of(every) - 1:
-        return None
     if is_one:
         return every, ("select", dim, place)
     sizes = [each.shape[dim] for each in value(split)[: place + 1]]
     if not all(isinstance(size, int) for size in sizes):
         return None
     return every, ("slice", dim, sum(sizes[:-1]), sum(sizes), 1)
+
+
+def span(move: Move) -> tuple[int, int, int, int] | None:
+    """(dimension, start, stop, step) of a slice or selection; None where they are no numbers."""
+    kind, dim, *rest = move
+    if kind == "view" or not all(isinstance(each, int) for each in rest):
+        return None
+    return (dim, rest[0], rest[0] + 1, 1) if kind == "select" else (dim, *rest)
 
 
 def put(node: Node) -> Part | None:
@@ -194,15 +210,22 @@ def same_columns(one: Node, other: Node) -> bool:
 
 
 def move_of(node: Node, every: Node, first: int) -> Move | None:
-    """The arguments of a slice or selection of `every`, spelled alike; None where it is one of columns."""
+    """The arguments of a slice or selection of rows of `every`, spelled alike; None where it is one of columns."""
+    found = cut_of(node, every, first)
+    return None if _is_of_columns(found, every) else found
+
+
+def _is_of_columns(move: Move, every: Node) -> bool:
+    return bool(move[1] == rank_of(every) - 1)
+
+
+def cut_of(node: Node, every: Node, first: int) -> Move:
+    """The same in any dimension. `first`: the number of the first of these arguments."""
     kind = TAKES.get(node.target) or PUTS[node.target]
     args: tuple[Any, ...] = node.args[first:] or (0,)
     dim, *rest = args
-    shape = shape_of(every)
-    at = dim % len(shape)
-    if at == len(shape) - 1:
-        return None
-    size = shape[at]
+    at = dim % rank_of(every)
+    size = shape_of(every)[at]
     if kind == "select":
         (number,) = rest
         return kind, at, number % size if isinstance(number, int) else number

@@ -12,7 +12,6 @@ vocabulary, `fewer.py` moves.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, same, same_shape, shape_of, value
 from fx_passes.graph.operators import (
     RESHAPES,
-    SPLITS,
     VIEWS,
     WRITES,
     is_elementwise,
@@ -32,8 +30,8 @@ from fx_passes.graph.operators import (
     under,
 )
 from fx_passes.graph.order import tidy
-from fx_passes.graph.slices import bounds, takes_all
-from fx_passes.rows.parts import rows_put
+from fx_passes.graph.slices import takes_all
+from fx_passes.rows.parts import Move, cut_of, rows_put, span, split_of
 from fx_passes.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
@@ -45,20 +43,24 @@ Place = tuple[int, int]
 def compute_together(graph: Graph, min_vocab: int, fake_mode: FakeTensorMode) -> None:
     """Rewrites the joins and sums of pieces that are all pieces of something, in order."""
     emit = Emitter(graph, fake_mode)
-    for node in graph.nodes:
-        emit.adopt(node)
+    emit.adopt_all()
+    returned = Aliases(graph).of_outputs(graph)
     found = False
     with graph.inserting_before(graph.output_node()):
         for node in list(graph.nodes):
+            if is_wide(node, min_vocab):
+                continue
             emit.origin = node
-            made = (
-                None if is_wide(node, min_vocab) else _SPELLINGS.get(node.target, _kept)(emit, node)
-            )
-            if made is not None:
-                made = emit.laid_out_as(made, node)
-                node.replace_all_uses_with(made)
-                emit.represents[node] = made
-                found = True
+            made = _SPELLINGS.get(node.target, _kept)(emit, node)
+            if made is None or value(made).dtype != value(node).dtype:
+                continue
+            # a result keeps memory of its own
+            if node in returned and under(made, VIEWS) not in emit.created:
+                continue
+            made = emit.laid_out_as(made, node)
+            node.replace_all_uses_with(made)
+            emit.represents[node] = made
+            found = True
     if found:
         tidy(graph)
 
@@ -74,8 +76,7 @@ def _kept(emit: Emitter, node: Node) -> Node | None:
     dim, place = where[0], where[1:]
     start, stop, step = (list(place) + [None, None, 1][len(place) :])[:3]
     sizes = [shape_of(each)[dim] for each in (node, args[0], shown)]
-    whole = all(takes_all(size, start, stop, step) for size in sizes)
-    return shown if whole and _may_stand_for(emit, shown, node) else None
+    return shown if all(takes_all(size, start, stop, step) for size in sizes) else None
 
 
 def _joined(emit: Emitter, node: Node) -> Node | None:
@@ -84,9 +85,7 @@ def _joined(emit: Emitter, node: Node) -> Node | None:
     if dim != 0 or len(pieces) < 2:
         return None
     made = _together(emit, pieces, True) or _together(emit, pieces, False)
-    if made is None or not _may_stand_for(emit, made, node):
-        return None
-    return emit.reshape(made, emit.sizes(node))
+    return None if made is None else emit.reshape(made, emit.sizes(node))
 
 
 def _added(emit: Emitter, node: Node) -> Node | None:
@@ -114,7 +113,7 @@ def _added(emit: Emitter, node: Node) -> Node | None:
     made = emit.reshape(made, emit.sizes(node))
     for each in others:
         made = emit.call(aten.add.Tensor, made, each)
-    return made if _may_stand_for(emit, made, node) else None
+    return made
 
 
 def _is_sum(node: Any) -> bool:
@@ -134,18 +133,10 @@ def _put(node: Any) -> Place | None:
     """Where zeros have a piece in `node`."""
     if not isinstance(node, Node) or node.target not in WRITES.values() or rows_put(node) is None:
         return None
-    return _place(node, node.args[2:])
+    return _place(node, cut_of(node, node, 2))
 
 
 _SPELLINGS: dict[Any, Any] = {aten.cat.default: _joined, aten.add.Tensor: _added}
-
-
-def _may_stand_for(emit: Emitter, made: Node, node: Node) -> bool:
-    """A result keeps memory of its own."""
-    if value(made).dtype != value(node).dtype:
-        return False
-    own = under(made, VIEWS) in emit.created
-    return own or node not in Aliases(emit.graph).of_outputs(emit.graph)
 
 
 def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | None:
@@ -210,46 +201,26 @@ def _operand(emit: Emitter, pieces: Sequence[Node], args: Sequence[Any], stacked
 def _every(pieces: Sequence[Node], stacked: bool) -> Node | None:
     """What they take all rows of, one piece after the other."""
     taken = [_taken(each) for each in pieces]
-    first = taken[0]
-    if first is None or any(each is None or each[0] is not first[0] for each in taken):
-        return None
-    if any(_is_selection(each) != stacked for each in pieces):
-        return None
-    return first[0] if _covers([each[1] for each in taken if each], first[0]) else None
-
-
-def _is_selection(node: Node) -> bool:
-    by = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
-    return by in (aten.select.int, aten.unbind.int)
-
-
-def _taken(node: Node) -> tuple[Node, Place] | None:
-    if node.target is operator.getitem:
-        split: Any = node.args[0]
-        if split.target not in SPLITS or split.args[
-            1 if split.target is aten.unbind.int else 2 :
-        ] not in ((), (0,)):
+    every, places = taken[0][0], []
+    for piece_of_every, move in taken:
+        if every is None or piece_of_every is not every or (move[0] == "select") != stacked:
             return None
-        sizes = [1 if split.target is aten.unbind.int else len(each) for each in value(split)]
-        at: Any = node.args[1]
-        return split.args[0], (sum(sizes[:at]), sum(sizes[: at + 1]))
-    if node.target not in (aten.select.int, aten.slice.Tensor):
-        return None
-    every: Any = node.args[0]
-    place = _place(every, node.args[1:])
-    return None if place is None else (every, place)
+        places.append(_place(every, move))
+    return every if every is not None and _covers(places, every) else None
 
 
-def _place(every: Node, args: Any) -> Place | None:
-    """The rows that the arguments of a selection or slice of `every` name."""
-    dim, *rest = args or (0,)
-    size = shape_of(every)[0]
-    if dim != 0 or not all(isinstance(each, int) for each in (size, *rest)):
-        return None
-    if len(rest) == 1:
-        return rest[0] % size, rest[0] % size + 1
-    start, stop = bounds(size, *(*rest, None, None)[:2])
-    return (start, min(stop, size)) if rest[2:] in ([], [1]) else None
+def _taken(node: Node) -> tuple[Node | None, Move]:
+    """The value of which `node` is a piece, and the slice or selection that takes it."""
+    if node.target in WRITES:
+        every: Any = node.args[0]
+        return every, cut_of(node, every, 1)
+    return split_of(node) or (None, ())
+
+
+def _place(every: Node, move: Move) -> Place | None:
+    """The rows of `every` that a slice or selection takes, one after the other."""
+    found = span(move) if isinstance(shape_of(every)[0], int) else None
+    return found[1:3] if found is not None and (found[0], found[3]) == (0, 1) else None
 
 
 def _covers(places: Sequence[Place | None], every: Node) -> bool:
