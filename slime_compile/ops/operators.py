@@ -51,7 +51,7 @@ _library.define(
 )
 _library.define(
     "row_grad_(Tensor(a!) x, Tensor terms, Tensor affine, Tensor index, Tensor weight,"
-    " bool softmax, str region) -> ()",
+    " bool softmax, str region, *, Tensor[]? after=None) -> ()",
     tags=_TAGS,
 )
 # Its result may be x's memory; that is not declared: NOTE [What is decided at run time] in fx_passes/inplace.py.
@@ -108,6 +108,8 @@ def _fake_row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
+    *,
+    after: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
 
@@ -228,6 +230,8 @@ def _row_grad_(
     weight: Tensor,
     softmax: bool,
     region: str,
+    *,
+    after: Sequence[Tensor] | None = None,
 ) -> None:
     check_grad(x, terms, affine, index, weight, softmax)
     check_writable(x)

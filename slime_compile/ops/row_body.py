@@ -213,6 +213,27 @@ class _Compiled:
             return None
         return made
 
+    def _read_before(self, at: int, first: int) -> list[int]:
+        """The values to compute before step `at` overwrites what they are computed from.
+
+        Inductor computes an element-wise value where its result is needed, and it does not see that a custom operator
+        overwrites the value's input: NOTE [Readers of the logits] in fx_passes/inplace.py.
+        """
+        steps = self.steps.steps
+        reads = [
+            values_read(args) | values_read(list(kwargs.values())) for _, args, kwargs in steps
+        ]
+        root = steps[at][1][0]["v"]
+        while root >= first and may_show(steps[root - first][0]):
+            root = steps[root - first][1][0]["v"]
+        depends = {root}
+        for place, read in enumerate(reads[:at], first):
+            if not read.isdisjoint(depends):
+                depends.add(place)
+        return sorted(
+            depends & set().union(self.steps.written, self.steps.returned, *reads[at + 1 :])
+        )
+
     def _module(self, chunk: Chunk) -> GraphModule:
         """The steps as a graph of ATen operators, over any number of rows."""
         graph, first = Graph(), len(chunk.given)
@@ -224,6 +245,8 @@ class _Compiled:
             if name in _FACTORIES:
                 keywords["device"] = chunk.rows[0].device
             positional = tuple(_argument(arg, values, chunk.sizes, count) for arg in args)
+            if name in _OVER:
+                keywords["after"] = [values[place] for place in self._read_before(at, first)]
             made = graph.call_function(function_of(name), positional, keywords)
             values[first + at] = positional[0] if name in _OVER else made
         for place, into in zip(self.steps.written, out, strict=True):

@@ -603,6 +603,35 @@ def test_a_gradient_that_does_not_overwrite(first: Any, later: Any, results: Any
     assert program.steps[2][0] == "slime_fused.row_grad_.default"
 
 
+def test_values_of_logits_are_computed_before_the_gradient_overwrites_them() -> None:
+    """Inductor computes an element-wise value at its reader's place, which may come after the gradient's."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = hidden @ weight.t()
+        chosen = F.log_softmax(logits, -1).gather(-1, target[:, None]).squeeze(-1)
+        entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+        return (chosen.exp() * chosen - 0.01 * entropy).sum()
+
+    given = _heads(torch.float32) | {"target": torch.arange(ROWS)}
+    check(loss, given, inner="inductor", grad_in_forward="always")
+
+
+def test_what_a_gradient_comes_after() -> None:
+    """The values of its logits that a later step or a result reads, and no others."""
+    steps: tuple[Any, ...] = (
+        ["aten.mm.default", [{"v": 0}, {"v": 1}], {}],
+        ["aten.exp.default", [{"v": 2}], {}],
+        ["aten.sin.default", [{"v": 3}], {}],
+        ["aten.cos.default", [{"v": 3}], {}],
+        ["aten.cos.default", [{"v": 0}], {}],
+        ["aten.view.default", [{"v": 2}, [{"n": 1}, 7]], {}],
+        ["slime_fused.row_grad_.default", [{"v": 7}, {"v": 5}], {}],
+        ["aten.add.Tensor", [{"v": 4}, {"v": 6}], {}],
+    )
+    told = row_body.Steps(steps, (3,), (9,))
+    assert row_body._Compiled("", told)._read_before(6, 2) == [3, 4]
+
+
 def test_a_gradient_that_the_program_clips_waits(graphs: list[Graph]) -> None:
     """What is not linear in the loss's gradient is made for the number that backward brings."""
 
