@@ -121,12 +121,14 @@ format: $(INSTALLED)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The documents as pages in build/site, links and anchors checked. Where mkdocs cannot be installed, it says so.
+# The documents as pages in build/site, links and anchors checked; ruff lays out the signatures of docs/api.md. Where
+# mkdocs cannot be installed, it says so.
 SITE := .venv-site
 
 site:
 	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		mkdocs mkdocs-material mkdocs-same-dir || echo "mkdocs cannot be installed here: no site"
-	! test -x $(SITE)/bin/mkdocs \
+		mkdocs mkdocs-material mkdocs-same-dir mkdocstrings mkdocstrings-python ruff \
+		|| echo "mkdocs cannot be installed here: no site"
+	! $(SITE)/bin/python -c "import material, mkdocstrings_handlers.python" 2>/dev/null \
 		|| NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(SITE)/bin/python -m mkdocs build

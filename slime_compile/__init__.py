@@ -13,6 +13,7 @@ The public names, by home; everything is imported on first use:
     deferred.logits     DeferredLogits: the lazy logits; with_tensors: for a loss that needs tensors
     rl.log_probs        log_probs_and_entropy: the same operators for eager callers
     rl.linear_log_probs linear_log_probs_and_entropy: the same from hidden and weight, without full logits
+    rl.divergence       linear_divergence: the divergence of two models, one chunk of each model's logits at a time
     rl.packing          Packing: the rows of samples in packed logits
     rl.packed           shifted_targets, response_slices and related functions
     rl.redistribute     redistribute_to_zigzag: per-sample values between layouts of context parallelism

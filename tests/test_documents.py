@@ -13,6 +13,7 @@ import torch
 import slime_compile
 import slime_compile.ops  # registers them
 from fx_passes import pipeline
+from slime_compile.backend.options import Options
 from tests.support import prose
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +140,13 @@ def test_the_five_reasons_are_those_of_the_pass() -> None:
             reason.removeprefix("not in place ").removesuffix("at LINE, for later use").split("...")
         ):
             assert part.strip() in written, reason
+
+
+def test_each_public_name_is_on_the_page_of_the_api_once() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    *names, options = re.findall(r"^::: (.*)$", text, re.M)
+    assert sorted(names) == [f"slime_compile.{name}" for name in sorted(slime_compile.__all__)]
+    assert options == f"{Options.__module__}.{Options.__name__}"
 
 
 def test_the_operators_are_as_documented() -> None:

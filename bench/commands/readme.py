@@ -4,11 +4,9 @@
 <!-- headline -->     five figures of bench/results/loss.json
 <!-- report -->       what the document's example prints: the Python block after `<!-- example -->`
 <!-- options -->      the options of the backend and their defaults
-<!-- api -->          signatures and docstrings of the public functions and classes
 """
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import json
@@ -17,16 +15,15 @@ import re
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _DOCUMENTS = (
-    "README.md", "docs/aliasing.md", "docs/api.md", "docs/benchmarks.md", "docs/options.md",
+    "README.md", "docs/aliasing.md", "docs/benchmarks.md", "docs/options.md",
     "docs/tensor_parallelism.md", "bench/README.md",
 )  # fmt: skip
 _MARK = re.compile(
-    r"(<!-- (?P<mark>bench [\w-]+|headline|report|options|api) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (?P<mark>bench [\w-]+|headline|report|options) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 _EXAMPLE = re.compile(r"<!-- example -->\n```python\n(?P<code>.*?)```", re.DOTALL)
 
@@ -50,8 +47,6 @@ def filled(text: str, results: Path) -> str:
             made = _options()
         elif mark == "headline":
             made = _headline(results)
-        elif mark == "api":
-            made = _api()
         else:
             path = results / f"{mark.removeprefix('bench ')}.md"
             made = path.read_text() if path.exists() else "Not measured yet.\n"
@@ -105,36 +100,6 @@ def _headline(results: Path) -> str:
         lines.append(f"| {way} | {' | '.join(texts)} |")
     where = f"`{stamp['command']}`, {stamp['device']}, torch {stamp['torch']}, {stamp['date']}."
     return "\n".join([*lines, "", where, ""])
-
-
-def _api() -> str:
-    """From the sources: a signature reads as it was written, with every Python and torch."""
-    import slime_compile
-
-    parts = []
-    for name in slime_compile.__all__:
-        if not name.startswith("__"):
-            home = sys.modules[getattr(slime_compile, name).__module__]
-            tree = ast.parse(inspect.getsource(home))
-            (node,) = (n for n in tree.body if getattr(n, "name", None) == name)
-            parts.append(f"## {name}\n\n```text\n{_described(node)}\n```\n")
-    return "\n".join(parts)
-
-
-def _described(node: ast.AST) -> str:
-    """A function, or a class with its methods, as an editor shows them."""
-    if isinstance(node, ast.FunctionDef):
-        arguments, returns = ast.unparse(node.args), node.returns and ast.unparse(node.returns)
-        head = f"{node.name}({arguments})" + (f" -> {returns}" if returns else "")
-    else:
-        head = f"class {node.name}"
-    said = textwrap.indent(ast.get_docstring(node) or "", "    ")
-    members = [
-        textwrap.indent(_described(each), "    ")
-        for each in (node.body if isinstance(node, ast.ClassDef) else [])
-        if isinstance(each, ast.FunctionDef) and each.name[0] != "_" and ast.get_docstring(each)
-    ]
-    return "\n\n".join([f"{head}\n{said}".rstrip(), *members])
 
 
 def _options() -> str:

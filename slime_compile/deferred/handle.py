@@ -61,7 +61,7 @@ def defer_logits(
         TypeError, ValueError: the model has no such head, the head is deferred already, or it is not a linear map.
             The message has a remedy.
 
-    Example:
+    Examples:
         >>> handle = slime_compile.defer_logits(model)
         >>> model.loss_function = torch.compile(model.loss_function, backend="slime_fused")
         >>> model(tokens, labels=tokens).loss.backward()
@@ -83,7 +83,9 @@ def _is_dual(tensor: Tensor) -> bool:
 
 
 class DeferHandle:
-    """The forward of a deferred head (for Megatron's head, its matmul).
+    """A head with lazy logits, returned by `slime_compile.defer_logits`; also a context manager.
+
+    `print(handle)` counts the lazy logits and lists the entries of `places`.
 
     Attributes:
         name: the module's name in the model.

@@ -62,9 +62,13 @@ class _Memory:
 
 @dataclass(eq=False, repr=False)
 class DeferredLogits:
-    """Lazy logits, made by `slime_compile.defer_logits`; see the module.
+    """Lazy logits, returned by a head after `slime_compile.defer_logits`.
 
-    A dataclass and a node of torch's pytrees, because DDP and FSDP search a module's outputs for tensors.
+    They have the methods and attributes of a tensor. Selecting rows, casting and scaling stay lazy; other operations
+    compute the logits, once. Exception: `isinstance(logits, torch.Tensor)` is False, so code testing for a tensor
+    needs `logits.tensor()`.
+
+    They are a dataclass and a node of torch's pytrees, because DDP and FSDP search a module's outputs for tensors.
     """
 
     expression: Expression
@@ -157,7 +161,7 @@ class DeferredLogits:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Casts stay deferred; another device computes."""
+        """Like `Tensor.to`. A cast stays lazy; a move to another device computes the logits."""
         self._check_fresh()
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         there = probe.to(*_tensors(args), **_tensors(kwargs))
@@ -168,7 +172,7 @@ class DeferredLogits:
         return self if there is probe else self._apply("clone", (), {})
 
     def type(self, dtype: Any = None, **kwargs: Any) -> Any:
-        """As `to` for a dtype, else as the tensor's."""
+        """Like `Tensor.type`. A cast to a `torch.dtype` stays lazy; every other call computes the logits."""
         if isinstance(dtype, torch.dtype):
             return self.to(dtype)
         return self.tensor().type(dtype, **kwargs)
@@ -288,7 +292,7 @@ def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     For a loss with an `autograd.Function` (such as vocabulary-parallel ones) that you cannot edit. Under torch.compile
     the matmul is still in the graph.
 
-    Example:
+    Examples:
         >>> loss_fn = torch.compile(slime_compile.with_tensors(loss_fn), backend="slime_fused")
     """
 

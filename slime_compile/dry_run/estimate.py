@@ -87,7 +87,7 @@ def estimate_peak(
         RuntimeError: an unknown option; `fn` needs a value of a fake tensor (`.item()`); or `fn` returns no tensor
             requiring grad although an argument or a parameter does.
 
-    Example:
+    Examples:
         >>> with torch._subclasses.FakeTensorMode():
         ...     logits = torch.empty(205_280, 76_032, requires_grad=True)
         ...     target = torch.empty(205_280, dtype=torch.int64)

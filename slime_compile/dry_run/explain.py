@@ -39,7 +39,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., Report]:
         TypeError: `fn` is not a function, but for example the result of one.
         RuntimeError: an unknown option.
 
-    Example:
+    Examples:
         >>> print(slime_compile.explain(loss_fn)(logits, target))
         >>> slime_compile.explain(loss_fn, consume_logits=True)(logits, target).assert_fused()
     """

@@ -27,7 +27,7 @@ def enable() -> bool:
     Raises:
         ImportError: accelerate is not installed.
 
-    Example:
+    Examples:
         >>> slime_compile.integrations.accelerate.enable()
         >>> TrainingArguments(..., torch_compile_backend="slime_fused")
     """

@@ -179,7 +179,7 @@ class Report:
             AssertionError: a requirement is not met; the message has the whole report. A frame running in Python and
                 a failed pass always raise.
 
-        Example:
+        Examples:
             >>> slime_compile.explain(loss_fn)(hidden, weight, tokens).assert_fused(in_place=True)
         """
         problems = list(self._problems(min_fused, max_full_vocabulary, in_place, graph_breaks))
@@ -228,7 +228,7 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Writes the report as one HTML file, which loads nothing from elsewhere.
 
-        Example:
+        Examples:
             >>> slime_compile.summary().save("report.html")
         """
         Path(path).write_text(page.document(self.to_dict()), encoding="utf-8")

@@ -43,7 +43,8 @@ def linear_divergence(
 
         forward_kl      KL(q || skew * q + (1 - skew) * p)
         reverse_kl      KL(p || skew * p + (1 - skew) * q)
-        jensen_shannon  beta * KL(q || m) + (1 - beta) * KL(p || m), with m = beta * q + (1 - beta) * p
+        jensen_shannon  beta * KL(q || m) + (1 - beta) * KL(p || m)
+                        with m = beta * q + (1 - beta) * p
 
     Reverse KL is the loss of MiniLLM (arXiv 2306.08543), the generalised Jensen-Shannon divergence that of GKD
     (2306.13649), the skewed ones those of DistiLLM (2402.03898). No factor temperature**2 is applied.
@@ -75,9 +76,12 @@ def linear_divergence(
         ValueError: an unsupported kind, shape, dtype, device, temperature, beta or skew (see above).
         RuntimeError: a tensor has no memory (a parameter resharded by FSDP).
 
-    Example:
-        >>> loss = linear_divergence(hidden, lm_head.weight, teacher_hidden, teacher.lm_head.weight, "reverse_kl",
-        ...                          weights=response_mask).sum() / response_mask.sum()
+    Examples:
+        >>> per_token = slime_compile.linear_divergence(
+        ...     hidden, lm_head.weight, teacher_hidden, teacher.lm_head.weight,
+        ...     "reverse_kl", weights=response_mask,
+        ... )
+        >>> loss = per_token.sum() / response_mask.sum()
     """
     _check_device(student_hidden.device, teacher_hidden.device)
     student = as_autocast(student_hidden, student_weight)

@@ -85,7 +85,7 @@ def linear_log_probs_and_entropy(
         RuntimeError: hidden, weight or bias has no memory (a parameter resharded by FSDP).
         IndexError: on the CPU without a group, a target lies outside [0, V).
 
-    Example:
+    Examples:
         >>> log_probs, entropy = linear_log_probs_and_entropy(hidden, lm_head.weight, tokens, temperature=0.7)
         >>> loss = -(advantages * log_probs + 0.01 * entropy).mean()
     """

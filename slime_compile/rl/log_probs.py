@@ -67,7 +67,7 @@ def log_probs_and_entropy(
         IndexError: on the CPU without a group, a target lies outside [0, V). On a GPU, and in compiled code, its
             log-prob is NaN; with a group, a target in no shard has log-prob -inf.
 
-    Example:
+    Examples:
         >>> log_probs, entropy = log_probs_and_entropy(logits, tokens, temperature=0.7)
         >>> loss = -(advantages * log_probs + 0.01 * entropy).mean()
     """

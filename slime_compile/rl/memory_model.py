@@ -89,7 +89,7 @@ def max_tokens_for(
         ValueError: not even one token fits, or see `peak_bytes`.
         RuntimeError: unknown options of the backend.
 
-    Example:
+    Examples:
         >>> max_tokens_for(20 * 2**30, 76032, 4096, torch.float32)  # TP 2 of a 152,064 vocabulary
         35277
     """

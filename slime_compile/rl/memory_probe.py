@@ -126,7 +126,7 @@ def memory_probe(
     Returns:
         The probe; its `record` holds the numbers afterwards.
 
-    Example:
+    Examples:
         >>> with memory_probe("actor_train") as probe:
         ...     logits = model(batch)
         ...     probe.saw(logits)

@@ -26,7 +26,7 @@ def partition_by_tokens(
     multiple_of: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> list[list[int]]:
-    """Partition sequences into micro-batches of at most `max_tokens` tokens, as even as may be.
+    """Partition sequences into micro-batches of at most `max_tokens` tokens, as evenly as possible.
 
     The number of micro-batches is the largest of `micro_batch_count` on each rank of `group` and
     `at_least`, rounded up to a multiple of `multiple_of`. Karmarkar-Karp balances them. If its

@@ -25,7 +25,12 @@ from slime_compile.rl.packing import Packing
 
 
 class ResponseSlice(NamedTuple):
-    """Consecutive rows of one rank, predicting consecutive response tokens of one sample."""
+    """Consecutive rows of one rank, predicting consecutive response tokens of one sample.
+
+    Attributes:
+        rows: the rows of this rank's logits.
+        response: the predicted tokens, as positions in the sample's response.
+    """
 
     rows: slice
     response: slice
@@ -69,7 +74,7 @@ def response_slices(packing: Packing) -> list[tuple[ResponseSlice, ...]]:
     `"zigzag"`. Row `position` predicts the token at `position + 1`, so the rows begin one before
     the response.
 
-    Example:
+    Examples:
         >>> response_slices(Packing([5], [2]))
         [(ResponseSlice(rows=slice(2, 4, None), response=slice(0, 2, None)),)]
     """

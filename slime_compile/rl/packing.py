@@ -34,8 +34,8 @@ class Packing:
     - `"zigzag"` (ring attention): each sample, padded to a multiple of `2 * cp_size`, is cut into
       that many chunks; rank r has chunks r and `2 * cp_size - 1 - r`. This balances causal
       attention.
-    - `"all_gather"`: the samples are concatenated first, and rank r holds rows `[r * rows, (r + 1)
-      * rows)` of that, so a sample may lie on one rank or on several.
+    - `"all_gather"`: the samples are concatenated first, and rank r holds rows
+      `[r * rows, (r + 1) * rows)` of the result, so a sample may lie on one rank or on several.
 
     Attributes:
         total_lengths: tokens of each sample, prompt and response.

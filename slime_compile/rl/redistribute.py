@@ -50,12 +50,12 @@ def redistribute_to_zigzag(
     """Move per-sample response values from the all-gather layout to zigzag.
 
     One all-reduce in the forward; one in the backward if any rank's values of any name track a
-    gradient, and then on all ranks (NOTE [Why every rank or none has a backward collective]). The
-    few numbers agreed on are read on the host: on CUDA that waits for the stream once a call.
+    gradient, and then on all ranks. The ranks agree on a few numbers, read on the host: on CUDA each
+    call waits for the stream once.
 
     Args:
         values: by name, for instance `log_probs` and `entropy`, per sample the values of the
-            response tokens predicted by this rank's rows (`packed.split_responses`): `[n]`
+            response tokens predicted by this rank's rows (see `split_responses`): `[n]`
             floating, one dtype per name, one device. None or an empty tensor if there are none;
             None for an uncomputed name. The same names on all ranks.
         packing: this rank's rows, with `context_parallel="all_gather"`.

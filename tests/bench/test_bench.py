@@ -141,10 +141,6 @@ def test_options_of_the_documents_are_those_of_the_backend() -> None:
     assert readme._options() in text, "run `python -m bench readme`"
 
 
-def test_the_api_of_the_documents_is_that_of_the_package() -> None:
-    assert readme._api() in (ROOT / "docs/api.md").read_text(), "run `python -m bench readme`"
-
-
 def test_every_table_can_be_made_of_what_failed(tmp_path: Path) -> None:
     store = Store(tmp_path, "some")
     names = memory._cells("measured", 1, True)
