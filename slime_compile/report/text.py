@@ -42,11 +42,9 @@ def sections(report: Fields) -> list[Section]:
     for number, graph in enumerate(graphs, 1):
         found.append(Section(f"graph {number} of {len(graphs)}: {_title(graph)}", _graph(graph)))
     if others := report["other_graphs"]:
-        found.append(
-            Section(f"{others} more graph{'' if others == 1 else 's'} without a vocabulary")
-        )
+        found.append(Section(f"{counted(others, 'more graph')} without a vocabulary"))
     for name, calls in report["eager_calls"].items():
-        found.append(Section(f"eager code: {name}, {calls} call{'' if calls == 1 else 's'}"))
+        found.append(Section(f"eager code: {name}, {counted(calls, 'call')}"))
     found += _frames("graph breaks", report["breaks"])
     found += _frames("running in Python, not compiled", report["python_frames"])
     return found
@@ -65,8 +63,8 @@ def headline(report: Fields) -> str:
         runs = f"; {frames} frame{' runs' if frames == 1 else 's run'} in Python" if frames else ""
         eager = "; eager code calls the operators" if report["eager_calls"] else ""
         return f"slime_fused: no graph{eager}{runs}"
-    count = f"{len(graphs)} graph" + ("" if len(graphs) == 1 else "s")
-    said = f"slime_fused: {report['fused']} fused operators in {count}"
+    operators = counted(report["fused"], "fused operator")
+    said = f"slime_fused: {operators} in {counted(len(graphs), 'graph')}"
     if not any(g["has_vocabulary"] or g["cached"] or g["raised"] for g in graphs):
         said += "; the logits are in no graph"
     return said
@@ -78,7 +76,7 @@ def _title(graph: Fields) -> str:
         kind = "from torch's compile cache" + (f"; {kind}" if graph["values"] else "")
     if graph["raised"]:
         return f"{_named(graph['name'])}, not compiled"
-    return f"{_named(graph['name'])}, {kind}, {graph['operators']} fused operators"
+    return f"{_named(graph['name'])}, {kind}, {counted(graph['operators'], 'fused operator')}"
 
 
 def _named(frame: str) -> str:
@@ -132,14 +130,14 @@ def _placed(gradient: Fields) -> str:
         if asks:
             return "reuses the logits' buffer if nothing else references them (checked at each backward)"
         return "reuses the logits' buffer" if gradient["in_place"] else f"not in place: {reason}"
-    counted = f"{over} of {calls} call{'' if calls == 1 else 's'}"
+    share = f"{over} of {counted(calls, 'call')}"
     if over == calls:
         return "reuses the logits' buffer" + (
-            f", nothing else referenced them: {counted}" if asks else ""
+            f", nothing else referenced them: {share}" if asks else ""
         )
     if not over:
-        return f"not in place, {counted}: {reason}"
-    return f"reuses the logits' buffer in {counted}; otherwise: {reason}"
+        return f"not in place, {share}: {reason}"
+    return f"reuses the logits' buffer in {share}; otherwise: {reason}"
 
 
 def _frames(title: str, frames: Sequence[Fields]) -> list[Section]:
@@ -163,6 +161,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in every
     )
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def size(count: float) -> str:

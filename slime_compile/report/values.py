@@ -190,14 +190,14 @@ class Report:
         self, min_fused: int, max_full_vocabulary: int, in_place: bool | None, graph_breaks: int
     ) -> Iterator[str]:
         if self.fused + len(self.eager_calls) < min_fused:
-            yield f"at least {min_fused} fused operators, got {self.fused}"
+            yield f"at least {text.counted(min_fused, 'fused operator')}, got {self.fused}"
         left = sum(g.full_vocabulary_left for g in self.graphs)
         if left > max_full_vocabulary:
-            yield f"at most {max_full_vocabulary} full-vocabulary values stored, got {left}"
+            yield f"at most {text.counted(max_full_vocabulary, 'full-vocabulary value')} stored, got {left}"
         if unknown := sum(g.unknown for g in self.graphs):
             yield f"no unknown graph from torch's compile cache, got {unknown}"
         if len(self.breaks) > graph_breaks:
-            yield f"at most {graph_breaks} graph breaks, got {len(self.breaks)}"
+            yield f"at most {text.counted(graph_breaks, 'graph break')}, got {len(self.breaks)}"
         if self.python_frames:
             yield f"no frame running in Python, got {len(self.python_frames)}"
         yield from self._failures()

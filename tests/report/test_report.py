@@ -769,6 +769,14 @@ def test_short_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_one_operator_is_singular() -> None:
+    report = explain(lambda logits: logits.logsumexp(-1))(data()[0].detach())
+    assert str(report).startswith("slime_fused: 1 fused operator in 1 graph\n")
+    assert "inference, 1 fused operator\n" in str(report)
+    with pytest.raises(AssertionError, match="expected at least 2 fused operators, got 1"):
+        report.assert_fused(2)
+
+
 def test_a_report_in_a_notebook() -> None:
     report = explain(lambda logits, target: F.cross_entropy(logits, target))(*data())
     assert (
