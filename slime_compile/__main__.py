@@ -1,4 +1,4 @@
-"""Check this machine, show what the backend fuses in a function, or estimate its peak memory.
+"""Check this machine, show the operators fused in a function, or estimate its peak memory.
 
 Each command has its own `--help`.
 """
@@ -20,13 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slime-compile", description=__doc__)
     parser.add_argument("--version", action="version", version=f"slime_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="check this machine; include the output in bug reports")
+    doctors = "check this machine; include the output in bug reports"
+    commands.add_parser("doctor", help=doctors, description=doctors)
     runs = {
         "explain": commands.add_parser(
             "explain", help="a dry run: the report of a function, without computing anything"
         ),
         "estimate": commands.add_parser(
-            "estimate", help="a dry run: the peak memory of a function, without that memory"
+            "estimate", help="a dry run: the peak memory of a function, without allocating it"
         ),
     }
     given = list(sys.argv[1:] if argv is None else argv)

@@ -154,8 +154,8 @@ def _table(
     headers = ["", "inductor peak", "slime_fused peak", "inductor ms", "slime_fused ms", "ratio"]
     rows = [[name, *_peaks(store, name, dtype), *_texts(store, name, dtype)] for name in names]
     in_part = all(name in PROGRAMS for name in names)
-    what = "Fused in part" if in_part else f"Row by row, heads {HEAD_ROWS:,} x {VOCAB:,} x {HIDDEN}"
-    title = f"{what}, {ROWS} x {VOCAB:,} {_short(dtype)}: peak beyond what is given / logits"
+    what = "Partly fused" if in_part else f"Row by row, heads {HEAD_ROWS:,} x {VOCAB:,} x {HIDDEN}"
+    title = f"{what}, {ROWS} x {VOCAB:,} {_short(dtype)}: peak beyond the inputs / logits"
     return title, headers, rows
 
 

@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> None:
     run_cells(store, _cells(), until=time.monotonic() + 60 * options.minutes)
     tables = [
         _table(store, f"GiB by torch's allocator (times the logits), V = {VOCAB}", _allocated),
-        _table(store, "GiB that the allocator had of the device, what it could not give out included", _reserved),
+        _table(store, "GiB reserved from the device by torch's allocator", _reserved),
         _table(store, "`estimate_peak` beside the allocator's peak", _estimated),
     ]  # fmt: skip
     write_table(store, tables)
