@@ -1,7 +1,7 @@
-"""The cross entropies and entropies of trainers as `autograd.Function`s, which the losses are put together from.
+"""Trainers' cross entropies and entropies as `autograd.Function`s, the parts of the losses.
 
-Megatron's own where it is installed (`megatron_cross_entropy`), else its steps; slime's entropy, as it is and with a
-function that is compiled inside; slime#2011's, which keeps one softmax.
+Megatron's own if installed (`megatron_cross_entropy`), otherwise its steps; slime's entropy, also with a compiled
+function inside; slime#2011's, with one softmax kept.
 """
 
 import functools
@@ -21,7 +21,7 @@ def has_megatron() -> bool:
 
 @functools.cache
 def megatron_cross_entropy() -> Callable[..., Tensor]:
-    """Megatron's fused cross entropy, without the warnings about what else it would like to import."""
+    """Megatron's fused cross entropy, without its warnings about optional imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.fusions import fused_cross_entropy
@@ -30,7 +30,7 @@ def megatron_cross_entropy() -> Callable[..., Tensor]:
 
 
 class CrossEntropyLikeMegatron(torch.autograd.Function):
-    """Where megatron-core is not installed: its steps, buffers and two collectives; the gradient is rounded to bf16."""
+    """Without megatron-core: its steps, buffers and two collectives; the gradient is rounded to bf16."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
@@ -57,7 +57,7 @@ class CrossEntropyLikeMegatron(torch.autograd.Function):
 
 
 class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy over a sharded vocabulary: exp and div in place, backward over what forward kept."""
+    """Entropy over a sharded vocabulary: exp and div in place, backward from values kept in forward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class VocabParallelEntropy(torch.autograd.Function):
 
 
 class NestedEntropy(VocabParallelEntropy):
-    """The same with its product and sum in a function that is compiled where it is defined."""
+    """The same with its product and sum in a function compiled at its definition."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class NestedEntropy(VocabParallelEntropy):
 
 
 class ReusedSoftmax(torch.autograd.Function):
-    """Log-prob and entropy over one softmax buffer, which becomes the gradient: one more `[N, V]` only while it does.
+    """Log-prob and entropy over one softmax buffer. It becomes the gradient, with one more `[N, V]` meanwhile.
 
     With p the softmax, H the entropy, g and h the gradients of log-prob and entropy:
     grad = g * ([v == target] - p) - h * p * (log p + H).
@@ -137,5 +137,5 @@ class ReusedSoftmax(torch.autograd.Function):
 
 
 def _log(softmax: Tensor) -> Tensor:
-    """A probability of 0 has a finite logarithm here, so that it contributes 0."""
+    """A probability of 0 has a finite logarithm here and contributes 0."""
     return softmax.clamp_min(torch.finfo(torch.float32).tiny).log_()

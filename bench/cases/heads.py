@@ -1,9 +1,9 @@
-"""Losses over hidden states and a weight, and who computes them: this package, torch, and libraries of others.
+"""Losses over hidden states and a weight, by this package, torch and other libraries.
 
 Entry points: `WAYS`, by name: for a cell a function of (hidden, weight, target, old, advantages) to a scalar; `truth`,
-the same in float64, a few rows at a time. A way imports what it needs when it is asked for, and raises with the reason
-where that is not installed, needs a GPU, or computes something else: the table has that as its row. What is not on the
-package index (prime-rl) or pins another torch is found through PYTHONPATH.
+the same in float64, a few rows at a time. A way imports its packages on request. If one is not installed, needs a GPU,
+or computes another loss, the way raises, and the table has the reason. A package missing from the index (prime-rl), or
+pinning another torch, is found through PYTHONPATH.
 """
 
 import importlib
@@ -122,7 +122,7 @@ def _cut() -> Function:
 
 
 def _losses_of(head: Head, values: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-    """The cell's loss over log-probs and entropies that a peer makes of hidden, weight and target."""
+    """The cell's loss over a peer's log-probs and entropies of hidden, weight and target."""
 
     def loss(h: Tensor, w: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
         log_probs, entropy = (value.float() for value in values(h, w, target))

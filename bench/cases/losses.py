@@ -1,14 +1,14 @@
-"""The losses that are measured, their data, and the float64 truth that they are judged by.
+"""The measured losses, their data, and their float64 reference.
 
-slime's policy loss (per-token log-probs and entropies of `[N, V]` logits, and a clipped policy loss of both), as
-`SPELLINGS` has it:
+slime's policy loss (per-token log-probs and entropies of `[N, V]` logits, and a clipped policy loss of both), by the
+names in `SPELLINGS`:
 
     megatron   slime's loss before it was fused by hand: every consumer gets a clone, log-probs come from Megatron's own
-               `fused_vocab_parallel_cross_entropy`, entropies from an `autograd.Function` that works in place
-    reuse      slime's own patch (slime#2011): one `autograd.Function` that keeps the softmax and makes it the gradient
-    plain      what a paper's formula looks like
+               `fused_vocab_parallel_cross_entropy`, entropies from an in-place `autograd.Function`
+    reuse      slime's own patch (slime#2011): one `autograd.Function` keeps the softmax and turns it into the gradient
+    plain      the formula of a paper
 
-The vocabulary is whole: a process group of one.
+The vocabulary is not sharded: a process group of one.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _TRUTH_ROWS = 64  # at a time, so that float64 needs no [N, V] but the gradient
 
 
 def values(spelling: str, chunk: int = -1) -> Values:
-    """The function that makes log-probs and entropies, by its name in `SPELLINGS`.
+    """The function computing log-probs and entropies, by its name in `SPELLINGS`.
 
     Args:
         chunk: rows at a time, slime's `--log-probs-chunk-size`; -1 for all.
@@ -59,7 +59,7 @@ def values(spelling: str, chunk: int = -1) -> Values:
 
 
 def world() -> None:
-    """The process group of one process that the sharded losses reduce over."""
+    """The process group of the sharded losses: one process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -114,7 +114,7 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, apart from how it is compiled.
+    """A measured problem, without the way to compile it.
 
     Attributes:
         variant: one of `VARIANTS`: logits given, made inside the function by a matmul, given and without gradient.
@@ -141,7 +141,7 @@ class Case:
         return self.rows * self.vocab * self.torch_dtype.itemsize
 
     def function(self) -> Callable[..., Any]:
-        """What the user would compile; called with `*wide, *rows` of `Problem`."""
+        """The function a user would compile; called with `*wide, *rows` of `Problem`."""
         make = values(self.spelling, self.chunk)
 
         def no_grad(logits: Tensor, target: Tensor, old: Tensor, advantages: Tensor) -> Any:
@@ -162,7 +162,7 @@ class Problem:
     """Random data of a case, the same at each call.
 
     Attributes:
-        wide: what logits are made of: themselves [N, V], or hidden states [N, D] and a weight [V, D].
+        wide: the sources of the logits: the logits themselves [N, V], or hidden states [N, D] and a weight [V, D].
         rows: target, old log-probs, advantages, all [N].
     """
 
@@ -207,14 +207,14 @@ class Problem:
 
 @dataclass
 class Result:
-    """What a call gave: its outputs, and the gradients of `wide` (none without gradient)."""
+    """The results of a call: its outputs, and the gradients of `wide` (none without gradient)."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
 
 
 def truth(problem: Problem) -> Result:
-    """The same in float64, row by row; nothing of it goes through the functions that are measured."""
+    """The same in float64, row by row, without any of the measured functions."""
     wide, (target, old, advantages) = problem.wide, problem.rows
     outputs: list[Tensor] = []
     gradients = [torch.zeros_like(value, dtype=torch.float64) for value in wide]

@@ -1,6 +1,6 @@
-"""Losses that are more than row statistics of one tensor: what is fused of them must not cost more than it saves.
+"""Losses beyond row statistics of one tensor: the fused part must not cost more than it saves.
 
-Entry point: `PROGRAMS`: a name -> a loss, whose parameters' names say what it is given (`inputs_of`).
+Entry point: `PROGRAMS`: a name -> a loss; the names of its parameters select its inputs (`inputs_of`).
 """
 
 import inspect
@@ -45,7 +45,7 @@ def kl_distillation(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 def forward_kl(logits: Tensor, teacher: Tensor, keep: Tensor) -> Tensor:
-    """Cross entropy with the teacher's distribution where logits are finite, as torchtune has it."""
+    """Cross entropy with the teacher's distribution over finite logits, as in torchtune."""
     probs = F.softmax(teacher, -1, dtype=torch.float32)
     log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
     per_row = (probs * log_probs).masked_fill(logits.isinf(), 0).sum(-1)
@@ -82,13 +82,13 @@ def jensen_shannon_of_rows(logits: Tensor, teacher: Tensor, rows: Tensor) -> Ten
 
 
 def jensen_shannon_of_a_sample(logits: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
-    """A batch of one, at a temperature of 1, which TRL divides by."""
+    """A batch of one, divided by a temperature of 1, as in TRL."""
     of_rows = _jensen_shannon(logits[None] / 1.0, teacher[None] / 1.0)
     return of_rows[:, rows].sum() / len(rows)
 
 
 def jensen_shannon_of_probabilities(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The mixture from probabilities, which are computed once more by each divergence, as Liger has it."""
+    """The mixture from probabilities; each divergence computes them again, as in Liger."""
     p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
     mixture = torch.lerp(p.exp(), q.exp(), 0.5).log()
     to_p = F.kl_div(mixture, p, reduction="sum", log_target=True)
@@ -158,7 +158,7 @@ class _SoftCrossEntropyKept(torch.autograd.Function):
 
 
 def soft_cross_entropy_kept(logits: Tensor, teacher: Tensor) -> Tensor:
-    """With a backward of its own that keeps both softmaxes, as SkyRL and NeMo-RL have it over vocabulary shards."""
+    """With its own backward keeping both softmaxes, as in SkyRL and NeMo-RL over vocabulary shards."""
     return _SoftCrossEntropyKept.apply(logits, teacher).mean()  # type: ignore[no-any-return]
 
 
@@ -179,7 +179,7 @@ def masked_loss(logits: Tensor, allowed: Tensor, target: Tensor) -> Tensor:
 
 
 def padded_vocabulary(logits: Tensor, columns: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy where the last columns are padding."""
+    """Cross entropy with padding in the last columns."""
     return F.cross_entropy(logits.masked_fill(~columns, -math.inf), target)
 
 
@@ -232,7 +232,7 @@ def poly_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def focal_on_all(logits: Tensor, target: Tensor) -> Tensor:
-    """A focal loss over the whole row: powers of probabilities, which no row statistic has."""
+    """A focal loss over all columns: powers of probabilities are in no row statistic."""
     log_p = logits.log_softmax(-1)
     focal = (1 - log_p.exp()) ** 2 * log_p
     return -focal.gather(-1, target[:, None]).mean() - 0.01 * focal.mean()

@@ -1,7 +1,7 @@
-"""What else computes these losses, and how each of them is called.
+"""Other packages with these losses, and the call of each.
 
-Entry point: `PEERS`: a name -> `Peer`. `make` imports what it needs and raises ImportError (or AttributeError for a
-torch without it) where that is not installed: a row that says so. What a peer computes stands beside it.
+Entry point: `PEERS`: a name -> `Peer`. `make` imports the package and raises ImportError (or AttributeError for a torch
+without the function) if it is missing; the row then says so. Each entry describes the peer's computation.
 """
 
 import importlib
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """How to call it, and what it computes.
+    """Its call, and a description of its computation.
 
     Attributes:
         linear: takes hidden states and a weight instead of logits.

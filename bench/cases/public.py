@@ -1,7 +1,7 @@
 """Losses over a vocabulary in the spellings of public trainers: distillation, soft targets, sampling masks, diffusion.
 
-Entry points: `LOSSES` and `HEADS`, as in `rows.py`, which has the shortest spelling of each kind and `inputs_of`. Here
-are guards, masks, several terms and what else a repository has around it. The functions are ours.
+Entry points: `LOSSES` and `HEADS`, as in `rows.py`, with `inputs_of` and the shortest spelling of each kind. Here the
+losses have guards, masks, several terms, as in a repository. The functions are ours.
 """
 
 import inspect
@@ -47,7 +47,7 @@ def _dead(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _dropped(logits: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of the columns that `mask` leaves, the target among them."""
+    """Cross entropy of the columns outside `mask`, the target among them."""
     mask = mask.scatter(-1, target[:, None], False)
     return F.cross_entropy(_wide(logits).masked_fill(mask, -math.inf), target)
 
@@ -182,7 +182,7 @@ def _with_tail(log_p: Tensor) -> Tensor:
 
 
 def top_k_and_tail(logits: Tensor, teacher: Tensor) -> Tensor:
-    """A bucket for what the teacher's best columns leave, by `expm1`."""
+    """A bucket for all columns but the teacher's best, by `expm1`."""
     best = teacher.topk(KEPT, -1).indices
     p, q = (_with_tail(_log(each).gather(-1, best)) for each in (logits, teacher))
     return F.kl_div(p, q, reduction="none", log_target=True).sum(-1).mean()
@@ -209,7 +209,7 @@ def given_columns_clamped(logits: Tensor, teacher: Tensor, kept: Tensor, keep: T
 
 
 def best_of_both(logits: Tensor, teacher: Tensor) -> Tensor:
-    """KL over the columns that are among the best of either."""
+    """KL over the best columns of either."""
     mask = torch.zeros_like(logits, dtype=torch.bool)
     mask = mask.scatter(-1, teacher.topk(KEPT, -1).indices, True)
     mask = mask.scatter(-1, logits.topk(KEPT, -1).indices, True)
@@ -300,7 +300,7 @@ def mixture_clamped(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 def pseudo_labels(logits: Tensor, teacher: Tensor) -> Tensor:
-    """FixMatch: where the teacher is sure."""
+    """FixMatch: only rows with a confident teacher."""
     best, label = _soft(teacher).detach().max(-1)
     loss = F.cross_entropy(_wide(logits), label, reduction="none")
     return (loss * best.ge(0.2)).mean()
@@ -317,7 +317,7 @@ def smoothed_by_sum(logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
 
 
 def smoothed_without_padding(logits: Tensor, target: Tensor) -> Tensor:
-    """A dense target whose first column is set to zero."""
+    """A dense target with its first column set to zero."""
     dense = torch.full_like(_wide(logits), 0.1 / (logits.shape[-1] - 2))
     dense = dense.scatter_(1, target[:, None], 0.9)
     dense[:, 0] = 0
@@ -470,7 +470,7 @@ def top_p_shifted(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def top_k_and_top_p(logits: Tensor, target: Tensor) -> Tensor:
-    """By one ascending sort, whose order is undone by a scatter."""
+    """By one ascending sort; a scatter undoes its order."""
     x, order = _wide(logits).sort(-1)
     x = x.masked_fill(x < x[:, -50:-49], -math.inf)
     dropped = x.softmax(-1).cumsum(-1) <= 0.1
@@ -589,7 +589,7 @@ def expected_number(logits: Tensor, advantages: Tensor) -> Tensor:
 
 
 def mutual_information(logits: Tensor) -> Tensor:
-    """The mean distribution of the batch, whose gradient every row needs."""
+    """The mean distribution of the batch; every row needs its gradient."""
     p = _soft(logits)
     mean = p.mean(0)
     return (mean * (mean + 1e-8).log()).sum() - (p * (p + 1e-8).log()).sum(-1).mean()
@@ -606,7 +606,7 @@ def columns_in_the_middle(logits: Tensor, target: Tensor, keep: Tensor) -> Tenso
 
 
 def masked_diffusion(logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
-    """MDLM: no mass on the mask token, which is the last column; positions that are not masked keep their token."""
+    """MDLM: no mass on the mask token, the last column; unmasked positions keep their token."""
     x = _wide(logits).clone()
     x[:, -1] = x[:, -1] - 1e6
     x = x - x.logsumexp(-1, keepdim=True)
@@ -677,7 +677,7 @@ def r_drop_by_kl_div(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: T
 
 
 def r_drop_joined(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """One matmul of both passes, whose halves meet."""
+    """One matmul of both passes; the loss combines its halves."""
     logits = torch.cat([hidden, hidden_2]) @ weight.t()
     a, b = logits.chunk(2)
     apart = ((_soft(a) - _soft(b)) * (_log(a) - _log(b))).sum(-1)
@@ -687,7 +687,7 @@ def r_drop_joined(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tens
 def draft_within_vocabulary(
     hidden: Tensor, hidden_2: Tensor, weight: Tensor, weight_2: Tensor, draft: Tensor, keep: Tensor
 ) -> Tensor:
-    """EAGLE 3: where the target model's best token is in the draft vocabulary; and the draft's accuracy."""
+    """EAGLE 3: rows with the target model's best token in the draft vocabulary; and the draft's accuracy."""
     scores = (hidden_2 @ weight_2.t()).detach()
     inside = torch.zeros_like(scores[0], dtype=torch.bool).index_fill(0, draft, True)
     q, logits = _soft(scores[:, draft]), hidden @ weight[draft].t()
@@ -704,7 +704,7 @@ def shifted_squares(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def contrast_of_layers(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """DoLa: two layers under one head, among the columns that the last one finds likely."""
+    """DoLa: two layers under one head, among the likely columns of the last one."""
     last, early = _log(hidden @ weight.t()), _log(hidden_2 @ weight.t())
     unlikely = last < last.amax(-1, keepdim=True) + math.log(0.1)
     unlikely = unlikely.scatter(-1, target[:, None], False)

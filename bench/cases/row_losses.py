@@ -1,4 +1,4 @@
-"""The losses that a user of given logits starts with, one function each, as they are written without us.
+"""The first losses of a user with logits to pass in, one function each, written as without this package.
 
 Entry point: `LOSSES`: a name -> `logits [N, V], target [N], old log-probs [N], advantages [N]` to a scalar or to [N].
 """

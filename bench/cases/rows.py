@@ -1,8 +1,8 @@
-"""Losses whose work over the vocabulary is row by row, whatever it is: divergences, soft targets, kept sets, metrics.
+"""Losses working row by row over the vocabulary: divergences, soft targets, kept sets, metrics.
 
-Entry points: `LOSSES`, a name -> a loss, whose parameters' names say what it is given (`inputs_of`); `HEADS`, the same
-for losses that make logits themselves. A loss over `logits` may be run over `hidden @ weight.t()`, and one with a
-`teacher` over two heads.
+Entry points: `LOSSES`, a name -> a loss; the names of its parameters select its inputs (`inputs_of`); `HEADS`, the same
+for losses computing their logits. A loss over `logits` may be run over `hidden @ weight.t()`, and one with a `teacher`
+over two heads.
 """
 
 import inspect
@@ -20,7 +20,7 @@ KEPT, LAST, SHARED = 16, 64, 8
 def inputs_of(
     loss: Loss, rows: int, vocab: int, dtype: torch.dtype, hidden: int = 64, seed: int = 0
 ) -> dict[str, Tensor]:
-    """What `loss` is given.
+    """The inputs of `loss`.
 
     `logits`, `teacher` `[rows, vocab]`; `hidden`, `hidden_2` `[rows, hidden]`, `weight`, `weight_2` `[vocab, hidden]`;
     `target`, `other` int64 and `advantages`, `old`, `temperature` `[rows]`; `keep` bool `[rows]`; `kept` int64
@@ -426,7 +426,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def over_heads(loss: Loss) -> Loss:
-    """`loss` over `hidden @ weight.t()` in the place of logits, and over a second head in that of a teacher."""
+    """`loss` over `hidden @ weight.t()` in place of logits, and over a second head in place of a teacher."""
     names = list(inspect.signature(loss).parameters)
     two = "teacher" in names
     heads = ["hidden", "weight", *(["hidden_2", "weight_2"] if two else [])]

@@ -1,8 +1,8 @@
-"""Training steps of real trainers over tiny models with random weights, in which the loss over the logits is compiled.
+"""Training steps of real trainers over tiny models with random weights, with a compiled loss over the logits.
 
-Entry point: `TRAINERS`: what each is, and a function that takes a few of its steps. It raises ImportError where the
-package is not installed. Nothing is downloaded. The vocabulary is what a loss needs to be recognised, all else is as
-small as may be: references to the logits during backward depend on the trainer's code alone.
+Entry point: `TRAINERS`: a description, and a function running a few steps. It raises ImportError if the package is not
+installed. Nothing is downloaded. The vocabulary is large enough to be recognised, everything else as small as possible:
+references to the logits during backward depend on the trainer's code alone.
 """
 
 import functools
@@ -34,7 +34,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Model(torch.nn.Module):
-    """Returns what models return: logits in an object."""
+    """Returns logits in an object, like a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ def trainer(where: str) -> None:
     """transformers' Trainer.
 
     Args:
-        where: what is compiled: "compute_loss_func", which the Trainer calls; "loss_function", which the model calls;
-            "compute_loss" of a subclass, as custom losses are often written.
+        where: the compiled function: "compute_loss_func" (called by the Trainer), "loss_function" (called by the
+            model), or "compute_loss" of a subclass, a usual place of custom losses.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -116,7 +116,7 @@ def _arguments(folder: str) -> dict[str, Any]:
 
 
 def sft() -> None:
-    """TRL's SFTTrainer, which looks at the logits for its metrics before it returns."""
+    """TRL's SFTTrainer; it reads the logits for its metrics before it returns."""
     from trl import SFTConfig, SFTTrainer
 
     model = _llama()
@@ -132,7 +132,7 @@ def sft() -> None:
 
 
 def grpo() -> None:
-    """TRL's GRPOTrainer, where it calls its own functions on logits."""
+    """TRL's GRPOTrainer, calling its own functions on logits."""
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer
 
@@ -177,7 +177,7 @@ def _tokenizer() -> Any:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Megatron's schedule names "cuda" where it makes a counter."""
+    """Megatron's schedule creates a counter on "cuda" by name."""
 
     def __torch_function__(
         self,
@@ -193,7 +193,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _gpt(sequences: int) -> tuple[Any, dict[str, Tensor]]:
-    """Megatron's GPTModel, whose layers are empty (its attention needs CUDA), and what it is given."""
+    """Megatron's GPTModel with empty layers (its attention needs CUDA), and its inputs."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig

@@ -1,9 +1,9 @@
-"""`python -m bench compile`: what the passes add to the time of a first compile, and whether that grows with the graph.
+"""`python -m bench compile`: the passes' part in the time of a first compile, and its growth with the graph.
 
 Entry points: `main`, `compiled`. A cell is a process of its own, with torch's caches off and inductor warm: the first
-call, forward and backward, under inductor or under slime_fused, whose passes are timed where they are called, with all
-that the backend does beside them. CPU time of the process and of the compilers that it starts: a busy machine changes
-that least. One cell more: what it takes to build the CPU operators.
+call, forward and backward, under inductor or under slime_fused. Timers around the passes and the backend's other work
+give their part. Times are CPU times of the process and of its compilers, because a busy machine changes these least.
+One more cell builds the CPU operators.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def compiled(case: str, way: str) -> dict[str, float]:
 
 
 def built() -> dict[str, float]:
-    """Seconds to build the CPU operators on a fresh machine, and to load them after that."""
+    """Seconds to build the CPU operators on a fresh machine, and to load them afterwards."""
     from slime_compile.ops import native
 
     with tempfile.TemporaryDirectory() as folder:
@@ -77,12 +77,12 @@ def built() -> dict[str, float]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Of this process and of its finished children."""
     return sum(os.times()[:4])
 
 
 def _timed_passes() -> dict[str, float]:
-    """Seconds in what is ours from now on, and the nodes of the largest graph that it saw."""
+    """Seconds in our code from now on, and the nodes of the largest graph there."""
     from slime_compile import backend
     from slime_compile.backend import inductor
 

@@ -1,7 +1,6 @@
-"""`python -m bench estimate`: `slime_compile.estimate_peak` beside what was measured, and at full size without a GPU.
+"""`python -m bench estimate`: `slime_compile.estimate_peak` beside measured peaks, and at full size without a GPU.
 
-Entry points: `main`, `estimated_bytes`. Only losses under slime_fused are estimated: what eager code and
-inductor hold is measured, not derived.
+Entry points: `main`, `estimated_bytes`. Estimates exist for slime_fused only; eager mode and inductor are measured.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def estimated_bytes(case: Case, way: str) -> int:
 
 
 def fake_arguments(case: Case) -> list[Tensor]:
-    """What the case's function takes. Given logits are no leaf, as after a model."""
+    """The inputs of the case's function. Logits passed in are not a leaf, like a model's output."""
     grad = case.variant != "no_grad"
     new: Any = {"dtype": case.torch_dtype, "device": "cpu", "requires_grad": grad}
     with FakeTensorMode():
@@ -47,7 +46,7 @@ def fake_arguments(case: Case) -> list[Tensor]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Estimates every cell that `python -m bench` has measured under slime_fused."""
+    """Estimates every cell measured by `python -m bench` under slime_fused."""
     measured = finished(options.out, "loss")
     fields = Case.__dataclass_fields__
     cells: Cells = {}

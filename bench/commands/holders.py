@@ -1,8 +1,8 @@
 """`python -m bench holders`: references to the logits in real trainers during backward.
 
-Entry point: `main`. Each trainer takes a few steps in a process of its own; what the report counted and named is the
-cell. A trainer that is not installed is a row that says so. Sizes are tiny and no memory or time is measured: README's
-table says what 1.0 and 2.0 times the logits are.
+Entry point: `main`. Each trainer takes a few steps in a process of its own; a cell has the report's counts and names.
+A missing trainer is a row with the reason. Sizes are tiny, and no memory or time is measured: 1.0 and 2.0 times the
+logits are explained in docs/aliasing.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from slime_compile import ops
 
 
 def main(options: argparse.Namespace) -> None:
-    """Every trainer; those that could not run are left to the next `--resume`."""
+    """Every trainer; the next `--resume` runs the missing ones."""
     store = Store(options.out, "holders", resume=options.resume)
     cells: Cells = {name: functools.partial(cell, name) for name in TRAINERS}
     run_cells(store, cells)
@@ -38,7 +38,7 @@ def cell(name: str) -> dict[str, Any]:
 
 
 def counted(name: str) -> dict[str, Any]:
-    """Calls of the gradients, those that wrote over the logits, why the others did not."""
+    """Calls of the gradients, calls overwriting the logits, and the reasons of the others."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
     TRAINERS[name]()

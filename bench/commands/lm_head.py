@@ -1,12 +1,12 @@
-"""`python -m bench lm_head`: losses whose logits a matmul makes, forward and backward, beside every peer that is there.
+"""`python -m bench lm_head`: losses over a head's matmul, forward and backward, beside every installed peer.
 
 Entry point: `main`. Each peak is taken in a process of its own, the times of all ways in one:
 
     peak     most bytes beyond inputs and their gradients, in N, the bytes of all logits
-    time     median of a step; the ratio to inductor's in the same run is what counts
+    time     median of a step; compare by the ratio to inductor's in the same run
     error    largest of the gradients against float64, relative to the largest gradient
 
-A run that is stopped goes on with `--resume`; every cell is in the file when it is done. Pictures: one per size.
+An interrupted run goes on with `--resume`; every finished cell is in the file. Pictures: one per size.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _step(function: Function, arguments: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def peak_bytes(head: Head, way: str) -> int:
-    """Most bytes of the second step, beyond the gradients that it returns."""
+    """Most bytes of the second step, beyond the returned gradients."""
     torch.set_num_threads(1)  # the profiler sees the thread that it was started in and no other
     function, arguments = WAYS[way](head), head.arguments()
     _step(function, arguments)
@@ -97,7 +97,7 @@ def peak_bytes(head: Head, way: str) -> int:
 
 
 def times_and_errors(head: Head, ways: list[str], seconds: float) -> dict[str, Any]:
-    """Medians of all ways in turn over the same data, and errors of a first step, which warms up."""
+    """Medians of all ways in turn over the same data, and errors of the first step, the warm-up."""
     arguments, true = head.arguments(), truth(head)
     functions = {way: WAYS[way](head) for way in ways}
     errors, rounds = {}, {way: [] for way in ways}  # type: dict[str, float], dict[str, list[float]]
@@ -148,9 +148,9 @@ _MOST_OF_INDUCTOR = 1.35
 
 
 def _bars(store: Store, finished: list[Head]) -> tuple[str, list[str], list[list[str]]]:
-    """What is asked of this package, cell by cell.
+    """The targets of this package, cell by cell.
 
-    A chunk of memory; in forward the time of the fastest that does the same, in backward that of its fourth matmul.
+    A chunk of memory; in forward the time of the fastest equal computation, in backward the time of its fourth matmul.
     """
     rows = []
     for head in finished:

@@ -1,9 +1,8 @@
-"""`python -m bench memory`: the two tables of slime#2011, re-made, with what the backend makes of the same loss.
+"""`python -m bench memory`: the two tables of slime#2011, measured again, with this backend on the same loss.
 
 Entry point: `main`. On CUDA at the sizes of the pull request, measured with the allocator in a fresh process per cell;
-where that is out of memory the cell says OOM. On a stand-in for a CUDA device: `stand_in.py`. On the CPU at 1/64 of the
-rows, measured with the profiler's events, and the full size estimated for slime_fused. Published figures are printed as
-such.
+out of memory is a cell "OOM". On a stand-in for a CUDA device: `stand_in.py`. On the CPU at 1/64 of the rows, measured
+with the profiler's events, and the full size estimated for slime_fused. Published figures are marked.
 """
 
 import argparse
@@ -54,7 +53,7 @@ COLUMNS = {
 
 
 def lines() -> dict[str, tuple[int, int]]:
-    """Rows and chunk of each line of both tables. A loss in one piece is what the backend wants."""
+    """Rows and chunk of each line of both tables. The backend needs no chunks in the loss."""
     swept = {f"rows {rows}": (rows, 1024) for rows in ROWS}
     return {**swept, **{f"chunk {chunk}": (CHUNKED_ROWS, chunk) for chunk in CHUNKS}}
 
@@ -108,7 +107,7 @@ def _in_chunks(way: str) -> bool:
 
 
 def _key(kind: str, line: str, column: str) -> str:
-    """The same for lines that are the same case."""
+    """The same for lines with the same case."""
     if line.startswith("chunk") and not _in_chunks(COLUMNS[column][1]):
         line = f"chunk {CHUNKS[0]}"
     return f"{kind} | {line} | {column}"

@@ -3,8 +3,8 @@
     python -m bench.commands.ops_cpu                    # N=1024, V=32000, float32 and bfloat16
     python -m bench.commands.ops_cpu --rows 256 --vocab 152064 --dtype bfloat16
 
-The variants run in turn in one process, over copies of the logits in rotation so that no variant finds its input in
-cache. The medians of a shared machine drift; the ratio of the medians is what counts.
+The variants run in turn in one process, over copies of the logits in rotation, because no variant may find its input in
+cache. The medians of a shared machine drift; compare by the ratio of the medians.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`python -m bench partial`: losses that are fused in part, beside inductor: never a higher peak, never slower.
+"""`python -m bench partial`: partly fused losses, beside inductor: never a higher peak, never slower.
 `python -m bench rows`: the same for every loss of `cases/rows.py` and `cases/public.py`, over logits and over heads.
 
 Entry points: `main`, `rows`. Peak memory in a process per cell; time of both ways in turn in one process.
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def rows(options: argparse.Namespace) -> None:
-    """Of the losses that `--match` is in the names of."""
+    """Of the losses with `--match` in their names."""
     names = [name for name in LOSSES if name not in PROGRAMS and options.match in name]
     _measured(options, "rows", names, DTYPES[:1])
 
@@ -95,7 +95,7 @@ class _Step:
 
     @property
     def outside_bytes(self) -> int:
-        """Of gradients of hidden states and weights, which leave the step."""
+        """Of the returned gradients of hidden states and weights."""
         return sum(self.given[leaf].nbytes for leaf in self.leaves if leaf != "logits")
 
     def __call__(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
@@ -123,7 +123,7 @@ def _peak(name: str, dtype: torch.dtype, way: str) -> dict[str, Any]:
 
 
 def peak(name: str, dtype: torch.dtype, way: str) -> int:
-    """Bytes that a warm step allocates at one time, beyond what it is given and hands out."""
+    """Most live bytes of a warm step, beyond its inputs and results."""
     torch.set_num_threads(1)  # the profiler sees the thread that it was started in and no other
     step = _Step(name, dtype, way)
     step()

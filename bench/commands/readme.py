@@ -1,8 +1,8 @@
-"""`python -m bench readme`: puts what commands made where the documents have a mark, up to the next `<!-- end -->`.
+"""`python -m bench readme`: fills the marks in the documents, up to the next `<!-- end -->`.
 
 <!-- bench NAME -->   bench/results/NAME.md
 <!-- headline -->     five figures of bench/results/loss.json
-<!-- report -->       what the document's example prints: the Python block after `<!-- example -->`
+<!-- report -->       the output of the document's example, the Python block after `<!-- example -->`
 <!-- options -->      the options of the backend and their defaults
 """
 
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def filled(text: str, results: Path) -> str:
-    """The document with every mark's content; a table that was never made leaves a sentence."""
+    """The document with every mark's content; a missing table becomes a sentence."""
 
     def content(found: re.Match[str]) -> str:
         mark = found["mark"]
@@ -56,7 +56,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def printed_by_example(text: str) -> str:
-    """Runs the document's example as a first run does, with empty caches, and gives what it printed."""
+    """The output of the document's example, run with empty caches as for the first time."""
     example = _EXAMPLE.search(text)
     if example is None:
         raise ValueError("a document with `<!-- report -->` must have an `<!-- example -->`")

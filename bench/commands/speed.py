@@ -1,13 +1,13 @@
-"""`python -m bench speed`: forward, backward and both, beside every peer that is installed; then loss by loss.
+"""`python -m bench speed`: forward, backward and both, beside every installed peer; then loss by loss.
 
-Entry point: `main`. All ways over given logits run in turn in one process over copies of the logits; all that take
-hidden states and a weight, in another. `speed_losses.py` has the plain losses beside inductor. Bytes that cannot be
-avoided over given logits of N*V*size bytes:
+Entry point: `main`. All ways over given logits run in turn in one process over copies of the logits; all ways from
+hidden states and a weight, in another. `speed_losses.py` has the plain losses beside inductor. Least traffic over given
+logits of N*V*size bytes:
 
     forward    one read                N*V*size
     backward   one read, one write     2*N*V*size
 
-A share of the limit is the time of these bytes at the speed of a copy, measured in the same run, over the time taken.
+A share of the limit is the time of these bytes at the speed of a copy, from the same run, over the measured time.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def _table(store: Store, case: Case) -> tuple[str, list[str], list[list[str]]]:
 
 
 def _shares(found: dict[str, Any], forward: float, backward: float) -> list[str]:
-    """Bytes a second; then the copy's time for one read, and for a read and a write, over that taken."""
+    """Bytes a second; then the copy's time for one read, and for a read and a write, over the measured time."""
     copy = found["times_ms"]["copy"][0]
     speed = 3 * found["logits_bytes"] / (forward + backward) * 1e-6
     return [f"{speed:.1f}", f"{copy / 2 / forward:.0%}", f"{copy / backward:.0%}"]

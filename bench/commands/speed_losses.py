@@ -1,8 +1,8 @@
 """The part of `python -m bench speed` about plain losses: slime_fused beside inductor, and beside a copy of the logits.
 
-Entry points: `cells` and `tables`. One cell is a dtype, on the CPU also a number of threads and the vector
-instructions that torch may use; all losses and both ways run in turn in one process. speed.py says what the limit is.
-Logits of up to a million elements, on the CPU, have cells of their own: there microseconds count, not bytes.
+Entry points: `cells` and `tables`. One cell is a dtype, on the CPU also a number of threads and torch's vector
+instructions; all losses and both ways run in turn in one process. The limit is explained in speed.py. Logits of up to
+a million elements, on the CPU, have cells of their own: there microseconds count, not bytes.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _SMALL = [(4, 4_000), (64, 4_000), (250, 4_000)]  # rows, vocabulary
 
 @dataclass(frozen=True)
 class Setting:
-    """What a cell is about; no threads and no instructions where the device is no CPU."""
+    """The subject of a cell; threads and instructions on a CPU only."""
 
     case: Case
     threads: int | None = None
@@ -144,7 +144,7 @@ def _run(
 def tables(
     store: Store, rows: int, vocab: int, device: str
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """One table for each cell that is finished."""
+    """One table for each finished cell."""
     settings = [s for s in _settings(rows, vocab, device) if s.name in store.cells]
     return [
         (_small_table if setting.small else _table)(setting.name, store.cells[setting.name])

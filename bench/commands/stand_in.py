@@ -1,8 +1,8 @@
 """`python -m bench memory --device stand-in`: slime#2011's tables at full size on a stand-in for a CUDA device, no GPU.
 
-Entry point: `main`. torch's own caching allocator gives out the memory. The CUDA code that inductor writes and our
-operators ask for it; their kernels do nothing (tests/cuda/standin). Each cell is one step in a fresh process, as on a
-GPU. What libraries would take for themselves is not there: cuBLAS' workspaces, the context.
+Entry point: `main`. The memory comes from torch's own caching allocator. Inductor's CUDA code and our operators request
+it; their kernels do nothing (tests/cuda/standin). Each cell is one step in a fresh process, as on a GPU. Memory of
+libraries is not included: cuBLAS' workspaces, the context.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _key(case: Case, way: str) -> str:
 
 
 def _cell(case: Case, way: str) -> dict[str, Any]:
-    """The peak, and for our backend its estimate, for which a CPU is enough."""
+    """The peak, and for our backend its estimate; a CPU is enough for that."""
     found = measure.in_fresh_process(measure.peak, case, way)
     estimate = 0
     if way.startswith("slime_fused"):

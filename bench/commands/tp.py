@@ -1,7 +1,7 @@
 """`python -m bench tp`: slime's policy loss over vocabulary shards, per rank, and the cost of a nested compile there.
 
-Entry point: `main`. TP processes over gloo on this machine, one thread each; every rank holds logits `[ROWS, SHARD]` in
-float32, so that the vocabulary grows with TP. All ways of a cell run in the same processes, one after the other
+Entry point: `main`. TP processes over gloo on this machine, one thread each; every rank has logits `[ROWS, SHARD]` in
+float32, and the vocabulary grows with TP. All ways of a cell run in the same processes, one after the other
 for the peak and in turn for the time. See README.md, "Shards".
 """
 
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks that measure together.
+    """Ranks measuring together.
 
     Attributes:
         ranks: how many. ways: of `WAYS`.
@@ -162,7 +162,7 @@ class _Step:
 
 
 def _breaks() -> int:
-    """Graph breaks so far, as Dynamo counts them: again each time that it traces a frame up to one."""
+    """Graph breaks so far, as Dynamo counts them: again each time it traces a frame up to one."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
@@ -258,7 +258,7 @@ def _texts(store: Store, group: Group, way: str) -> list[str]:
 
 
 def _same(texts: list[str]) -> str:
-    """What all ranks have, or the first and last of what they have."""
+    """The value of all ranks, or the first and the last rank's."""
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 

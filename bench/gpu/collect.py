@@ -1,8 +1,8 @@
-"""One Markdown and one JSON of all that `bench/gpu.sh` has written: OUT/gpu.md, OUT/gpu.json.
+"""Collects the output of `bench/gpu.sh` in one Markdown and one JSON: OUT/gpu.md, OUT/gpu.json.
 
     python bench/gpu/collect.py OUT
 
-Entry point: `main`. Needs neither torch nor a device. Steps that failed come first, with their last lines.
+Entry point: `main`. Needs neither torch nor a device. Failed steps come first, with their last lines.
 """
 
 import json
@@ -26,7 +26,7 @@ def _text(path: Path) -> str:
 
 
 def _table(out: Path, name: str) -> str:
-    """As it was made, Markdown or plain text; of a step that made none, the end of what it printed."""
+    """The step's Markdown or plain text; without one, the end of its output."""
     if found := _text(out / f"{name}.md"):
         return found
     if found := _text(out / f"{name}.txt"):

@@ -1,11 +1,11 @@
-"""What a head in the graph costs on a GPU: its time against the matrix products that it is made of.
+"""The cost of a head in the graph on a GPU: its time against the time of its matrix products.
 
     python bench/gpu/head.py OUT [--small]
 
-N rows, V columns, D hidden: a program that keeps its logits multiplies 6 N V D, one that makes them again in backward
-8, one that takes the gradient in forward 6. The floor is the time of as many products of whole matrices on the same
-device (`6THV`, `8THV`). Each way: milliseconds, share of its floor, most memory beyond inputs and gradients in N, the
-bytes of all logits; and whether a CUDA graph captures its step.
+N rows, V columns, D hidden: a program keeping its logits multiplies 6 N V D, one recomputing them in backward 8, one
+taking the gradient in forward 6. The floor is the time of as many full matrix products on the same device (`6THV`,
+`8THV`). Each way: milliseconds, share of its floor, most memory beyond inputs and gradients in N, the bytes of all
+logits; and whether a CUDA graph captures its step.
 Entry point: `main`. Tables go to OUT/head.txt and OUT/head.json.
 """
 
@@ -41,7 +41,7 @@ def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def floor_ms(hidden: Tensor, weight: Tensor, logits: Tensor) -> float:
-    """2 N V D: the time of one product, as the mean of the three that forward and backward have."""
+    """2 N V D: the time of one product, the mean of the three in forward and backward."""
     calls: list[Callable[[], object]] = [
         lambda: torch.mm(hidden, weight.t(), out=logits),
         lambda: torch.mm(logits, weight),

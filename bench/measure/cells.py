@@ -76,10 +76,10 @@ def finished(folder: Path, name: str) -> dict[str, dict[str, Any]]:
 
 
 def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.inf) -> None:
-    """Runs what is not in the store yet, at most `jobs` at a time; one line for each.
+    """Runs the cells missing from the store, at most `jobs` at a time; one line for each.
 
     Args:
-        until: of `time.monotonic()`; cells whose turn comes later are left for another run.
+        until: of `time.monotonic()`; no cell starts later.
     """
     waiting = {name: call for name, call in cells.items() if name not in store.cells}
     already = done = len(cells) - len(waiting)
@@ -112,7 +112,7 @@ def run_cells(store: Store, cells: Cells, *, jobs: int = 1, until: float = math.
 
 
 def _duration(seconds: float) -> str:
-    """What remains, roughly; nothing at the end."""
+    """The remaining time, roughly; empty at the end."""
     if not seconds:
         return ""
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
@@ -133,7 +133,7 @@ def _run(
 
 
 def write_table(store: Store, parts: Iterable[tuple[str, Sequence[str], list[list[str]]]]) -> None:
-    """Prints titled tables and writes them as Markdown beside the JSON, with the command and what it ran on.
+    """Prints titled tables and writes them as Markdown beside the JSON, with the command and the machine.
 
     Args:
         parts: title, headers and rows of each table.

@@ -71,7 +71,7 @@ class Step:
         return logits.detach()
 
     def prepare(self) -> None:
-        """Drops what the last step gave and makes logits anew where they were taken."""
+        """Drops the results of the last step and makes overwritten logits anew."""
         self.outputs, self.gradients = [], []
         if self.problem.case.variant == "given" and not self.problem.wide:
             self.problem.refill()
@@ -79,7 +79,7 @@ class Step:
             value.grad = None
 
     def run(self) -> None:
-        """What is measured."""
+        """A measured case."""
         wide, rows = self.problem.wide, self.problem.rows
         if self.problem.case.variant == "no_grad":
             with torch.no_grad():
@@ -103,13 +103,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes at one time, warm. See README.md, "Memory", for what is counted.
+    """Most live bytes, warm, counted as in README.md, "Memory".
 
     Attributes:
         allocated_bytes: by the allocator's events.
         resident_bytes: by the process's resident set; None on CUDA.
-        fused: fused operators in what was compiled.
-        reserved_bytes: most that the caching allocator had of the device; None on the CPU.
+        fused: fused operators in the compiled graphs.
+        reserved_bytes: most bytes reserved from the device by the caching allocator; None on the CPU.
     """
 
     allocated_bytes: int
@@ -135,7 +135,7 @@ def peak(case: Case, way: str) -> Peak:
 
 
 def outside_bytes(problem: Problem) -> int:
-    """To add to what a step allocates: given logits are there before it; gradients of a matmul's operands leave it."""
+    """Added to a step's allocations: logits passed in exist before it; gradients of a matmul's operands leave it."""
     if problem.case.variant == "inside":
         return -sum(value.nbytes for value in problem.wide)
     return problem.case.logits_bytes
@@ -159,7 +159,7 @@ def _cuda_peak(run: Callable[[], object]) -> int:
 
 
 def profiled_peak(run: Callable[[], object]) -> int:
-    """Largest sum of what `run` had allocated in this thread and not yet freed."""
+    """Most live bytes allocated by `run` in this thread."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
@@ -244,11 +244,11 @@ def clock_of(device: str) -> Callable[[], float]:
 
 
 class CellFailed(Exception):
-    """Why a cell has no numbers: "OOM", or what was raised in its process."""
+    """The reason of a cell without numbers: "OOM", or the exception of its process."""
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of this package in a process forked from one that has imported torch and computed nothing.
+    """Calls a function of this package in a process forked from one with torch imported and nothing computed.
 
     Raises:
         CellFailed: it raised there, or the process was ended.

@@ -29,8 +29,8 @@ def bars(
     """A grid of bar charts: a row per quantity, a column per title, a colour per series.
 
     Args:
-        rows: quantity -> title -> series -> one value per label, None where there is none.
-        labels: title -> what the bars are.
+        rows: quantity -> title -> series -> one value per label, or None.
+        labels: title -> names of the bars.
     """
     pyplot = _pyplot()
     if pyplot is None:

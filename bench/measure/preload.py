@@ -1,7 +1,7 @@
-"""What the process that cells are forked from imports beforehand: it saves each cell seconds and computes nothing.
+"""Imports of the process all cells are forked from: each cell saves seconds. Nothing is computed.
 
-Not where there is a CUDA device: megatron-core and inductor of torch 2.11 ask for it when they are imported, and torch
-allows no CUDA in a process that is forked after that.
+Exception: with a CUDA device. Megatron-core and inductor of torch 2.11 query it when imported, and torch allows no CUDA
+in a process forked afterwards.
 """
 
 import torch._dynamo

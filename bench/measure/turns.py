@@ -1,4 +1,4 @@
-"""Ways of computing the same, run in turn: what `bench speed` times with. Prints nothing and knows no table."""
+"""Runs several ways of the same computation in turn, for `bench speed`. Prints nothing and knows no table."""
 
 import statistics
 import time
@@ -34,7 +34,7 @@ def computed(leaf: Tensor) -> Tensor:
 
 
 def copy_of(copies: list[list[Tensor]], clock: Callable[[], float]) -> Run:
-    """A copy of the logits, which every limit is measured against."""
+    """A copy of the logits, the measure of every limit."""
     into = torch.empty_like(copies[0][0])
 
     def run(number: int) -> tuple[float, float]:
@@ -49,7 +49,7 @@ def in_turn(runs: dict[str, Run], seconds: float, *, short: bool = False) -> dic
     """Median milliseconds of forward and backward, after one round to warm up.
 
     Args:
-        short: each takes less than a millisecond, in which the machine does other things too: many rounds.
+        short: each takes less than a millisecond, and other work on the machine disturbs it: many rounds.
     """
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     end = time.perf_counter() + seconds

@@ -188,12 +188,12 @@ def _checked(name: str, value: Any, shown: str) -> Any:
     if isinstance(valid, tuple):
         if not any(value == each and type(value) is type(each) for each in valid):
             raise RuntimeError(
-                f"Unexpected value of option {shown}, got {value!r} should be one of {list(valid)}"
+                f"Unexpected value of option {shown}, got {value!r}, should be one of {list(valid)}"
             )
         return value
     if type(value) is not valid:  # a bool is no number here
         raise RuntimeError(
-            f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}) "
+            f"Unexpected type of option {shown}, got {type(value).__name__} ({value!r}), "
             f"should be {valid.__name__}; known options are {_known_text()}"
         )
     unknown = sorted(_names(value) - {*NAMES}) if name == "without" else []
@@ -230,7 +230,7 @@ def _check_word(name: str, value: Any, variable: str) -> None:
     if switch and value not in words:
         allowed = ", ".join([*words, *_SWITCHES])
         raise RuntimeError(
-            f"Unexpected value of option {variable}, got {value!r} should be one of {allowed}"
+            f"Unexpected value of option {variable}, got {value!r}, should be one of {allowed}"
         )
 
 
@@ -258,7 +258,7 @@ def _checked_inductor(name: str, value: Any) -> Any:
     expected = inductor_config.get_type(name)  # type: ignore[attr-defined]
     if typing.get_origin(expected) is None and not isinstance(value, expected):
         raise RuntimeError(
-            f"Unexpected type of option {INDUCTOR_PREFIX}{name}, got {type(value).__name__} "
+            f"Unexpected type of option {INDUCTOR_PREFIX}{name}, got {type(value).__name__}, "
             f"should be {getattr(expected, '__name__', expected)}"
         )
     return value

@@ -163,7 +163,9 @@ def load(place: str) -> tuple[Any, Callable[..., Any]]:
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
-            raise Refused(f"{home} must define {name}, it has {_callables(module)}")
+            raise Refused(
+                f"{home} must define `{name}`, it defines {', '.join(_callables(module))}"
+            )
         function = getattr(function, part)
     if not callable(function):
         raise Refused(f"{place} must be a function or a module, got {type(function).__name__}")

@@ -15,8 +15,8 @@ from slime_compile.torch_private import innermost_fn
 def check_callable(fn: object, use: str) -> None:
     if not callable(fn):
         raise TypeError(
-            f"{use} must be given a function or a module, got {type(fn).__name__}: name the function there, and give "
-            "its arguments apart"
+            f"{use} must be given a function or a module, got {type(fn).__name__}: pass the function "
+            "itself, and its arguments separately"
         )
 
 

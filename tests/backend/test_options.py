@@ -7,12 +7,12 @@ from tests.support.processes import run_python
 
 BAD = [
     ({"bogus": 1}, r"Unexpected option bogus, known options are \['inner', 'min_vocab'"),
-    ({"min_vocab": "64"}, r"Unexpected type of option min_vocab, got str \('64'\) should be int"),
+    ({"min_vocab": "64"}, r"Unexpected type of option min_vocab, got str \('64'\), should be int"),
     ({"min_vocab": True}, "Unexpected type of option min_vocab, got bool"),
     ({"min_vocab": 1}, "Option min_vocab must be at least 2, got 1"),
     ({"strict": 1}, "Unexpected type of option strict, got int"),
-    ({"save": "all"}, r"option save, got 'all' should be one of \['logits', 'softmax'\]"),
-    ({"inner": None}, r"option inner, got None should be one of \['inductor', 'aot_eager'\]"),
+    ({"save": "all"}, r"option save, got 'all', should be one of \['logits', 'softmax'\]"),
+    ({"inner": None}, r"option inner, got None, should be one of \['inductor', 'aot_eager'\]"),
     (
         {"inductor.bogus": 1},
         "option inductor.bogus, inductor has none of that name; torch._inductor.list",
@@ -26,7 +26,7 @@ BAD = [
         {"inductor.consume_logits": True},
         "option inductor.consume_logits, did you mean consume_logits[?]",
     ),
-    ({"inductor.max_autotune": "yes"}, "option inductor.max_autotune, got str should be bool"),
+    ({"inductor.max_autotune": "yes"}, "option inductor.max_autotune, got str, should be bool"),
     (
         {"without": "fuse, lineal"},
         r"Option without must name passes, got \['lineal'\]; they are \['function_outputs', ",
@@ -63,12 +63,12 @@ def test_environment_gives_defaults_and_the_user_wins() -> None:
         (
             "SLIME_FUSED_STRICT",
             "maybe",
-            "option SLIME_FUSED_STRICT, got 'maybe' should be one of 1, true, on, 0, false, off",
+            "option SLIME_FUSED_STRICT, got 'maybe', should be one of 1, true, on, 0, false, off",
         ),
-        ("SLIME_FUSED_CONSUME_LOGITS", "yes", "got 'yes' should be one of auto, 1, true, on, 0"),
+        ("SLIME_FUSED_CONSUME_LOGITS", "yes", "got 'yes', should be one of auto, 1, true, on, 0"),
         ("SLIME_FUSED_MIN_VOCB", "1", "did you mean SLIME_FUSED_MIN_VOCAB"),
         ("SLIME_FUSED_MIN_VOCAB", "many", "option SLIME_FUSED_MIN_VOCAB, got str"),
-        ("SLIME_FUSED_INNER", "eager", "option SLIME_FUSED_INNER, got 'eager' should be one of"),
+        ("SLIME_FUSED_INNER", "eager", "option SLIME_FUSED_INNER, got 'eager', should be one of"),
     ],
 )
 def test_bad_environment_is_refused(variable: str, text: str, message: str) -> None:

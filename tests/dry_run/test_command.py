@@ -140,7 +140,7 @@ def test_words() -> None:
     [
         ("loss_fn", (), "must be given as FILE.py:FUNCTION, got 'loss_fn'"),
         ("absent.py:loss_fn", (), "there is no file absent.py"),
-        ("{file}:loss", (), r"must define loss, it has \['Losses', 'example_inputs', 'loss_fn'\]"),
+        ("{file}:loss", (), r"must define `loss`, it defines Losses, example_inputs, loss_fn"),
         ("{file}:NUMBER", (), "must be a function or a module, got int"),
         ("{file}:loss_fn", ("--inputs", "f31[2]"), "the dtype of 'f31.2.' must be one of f64, f32"),
         ("{file}:loss_fn", ("--inputs", "f32[2;3] i64[2]"), r"must be given as dtype\[size,size"),
