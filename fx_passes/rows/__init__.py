@@ -1,16 +1,16 @@
 """`by_rows`, after `fuse`: row-by-row work, a head's matmul included, runs over one chunk of rows at a time.
 
-    by_rows    looks for regions, and decides whether loops pay
-    region     the part of a graph that works row by row (`graph/rows.py` says what each operator does to rows)
-    loops      which loops it becomes, and what each of them makes
-    columns    a loop of backward over columns instead, where its sums are smaller
-    early      whether forward can make what backward would
-    program    a loop as text, which the operator is given
-    emission   the edits: one operator in the place of each loop
+    by_rows    looks for regions, and decides if loops pay
+    region     the part of a graph working row by row (`graph/rows.py`: the effect of each operator on rows)
+    loops      the loops of a region, and the results of each
+    columns    a loop of backward over columns instead, if its sums are smaller
+    early      can forward compute the results of backward?
+    program    a loop as text, the argument of its operator
+    emission   the edits: one operator in place of each loop
 
-No rule about what is computed is needed for its memory: of a cross entropy, a divergence or a sort a loop holds a chunk
-at a time. What it hands out are numbers per row, sums over rows, and what the program itself wants whole: the gradient
-of given logits.
+The memory needs no rule about the loss: one chunk exists at a time, for a cross entropy as for a divergence or a sort.
+A loop's results are numbers per row, sums over rows, and tensors needed in full by the program: the gradient of
+given logits.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ InForward = Literal["auto", "always", "never"]
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """What the pass is told.
+    """The configuration of the pass.
 
     Attributes:
-        min_vocab: smallest last dimension that is taken for a vocabulary.
-        heads: whether a head's matmul is computed in the loop that reads its logits.
+        min_vocab: the smallest vocabulary, in columns of the last dimension.
+        heads: compute a head's matmul in the loop reading its logits?
         chunk_bytes: of the widest value of a chunk; 0 for a share of it (`chunks.py`).
-        in_forward: make the gradients of a scalar loss in forward where that saves a matmul as large as the logits.
+        in_forward: compute the gradients of a scalar loss in forward if this saves a matmul as large as the logits?
         verify: rewrite a copy first, and the graph only if both compute the same on random data.
         compiled: inductor compiles the body of a loop; else its operators run one after the other.
     """
@@ -92,11 +92,11 @@ class RowsConfig:
 
 
 def by_rows(graph: Graph, config: RowsConfig) -> RowsOutcome:
-    """Replace what works row by row on values as wide as a vocabulary by loops over chunks of rows.
+    """Replaces row-by-row work on values as wide as a vocabulary by loops over chunks of rows.
 
     Args:
         graph: a joint or inference graph, decomposed, after `fuse`.
-        config: what counts as a vocabulary, and how large a chunk is.
+        config: the smallest vocabulary, the size of a chunk, and more.
     """
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None:
@@ -151,7 +151,7 @@ def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> Row
 
 
 def _still_whole(graph: Graph, config: RowsConfig, outcome: RowsOutcome) -> list[Rejection]:
-    """Heads larger than a chunk whose logits fused operators still read."""
+    """Heads larger than a chunk, with fused operators still reading their logits."""
     told = {(each.node, each.source) for each in outcome.rejections}
     heads = [
         node
@@ -164,7 +164,7 @@ def _still_whole(graph: Graph, config: RowsConfig, outcome: RowsOutcome) -> list
 
 
 def _serves(head: Node, config: RowsConfig) -> bool:
-    """Whether fused operators read what is made of it, as wide as it is."""
+    """Do fused operators read values made from it, as wide as it is?"""
     found, waiting = {head}, [head]
     while waiting:
         users = waiting.pop().users
@@ -184,13 +184,13 @@ def _heads(graph: Graph, config: RowsConfig) -> list[Node]:
 
 
 def _is_left(node: Node, min_vocab: int) -> bool:
-    """A full-vocabulary value that is computed as a whole."""
+    """A full-vocabulary value computed in full."""
     computed = node.op == "call_function" and node.target not in SHOWN | {operator.getitem}
     return computed and is_wide(node, min_vocab)
 
 
 def _pieces(graph: Graph, config: RowsConfig) -> set[Node]:
-    """Heads of rows that the program has cut by itself: one chunk holds each, but backward would keep all of them."""
+    """Heads of rows cut by the program itself: each is one chunk at most, but backward would keep all of them."""
     sizes = {node: _sizes(node, config) for node in _heads(graph, config)}
     small = {n: each for n, each in sizes.items() if each.whole and "recompute" not in n.meta}
     if sum(each.bytes for each in small.values()) <= max(
@@ -255,7 +255,7 @@ def _planned(graph: Graph, region: Region, config: RowsConfig, piece: bool) -> P
 
 
 def _turned(graph: Graph, loop: Loop, config: RowsConfig) -> Loop:
-    """`loop` over columns, where that takes less memory and its chunks are no narrower than matmuls need."""
+    """`loop` over columns, if this takes less memory and its chunks are wide enough for matmuls."""
     found = by_columns(graph, loop)
     least = min(chunks.COLUMNS_MIN, hint(found.region.rows))
     narrow = found is not loop and _sizes_of(found, config).row_chunk < least
@@ -265,10 +265,10 @@ def _turned(graph: Graph, loop: Loop, config: RowsConfig) -> Loop:
 def _early(
     graph: Graph, region: Region, loops: Sequence[Loop], config: RowsConfig, piece: bool
 ) -> tuple[Node, list[Loop]]:
-    """The tangent given as 1, and loops that make in forward what backward would.
+    """The tangent replaced by 1, and loops computing backward's results in forward.
 
     Raises:
-        Refused: that cannot be, or does not pay, with the reason.
+        Refused: this is impossible or does not pay, with the reason.
     """
     if config.in_forward == "never":
         raise Refused("option grad_in_forward is never")
@@ -287,7 +287,7 @@ def _early(
 
 
 def _puts_of(loops: Sequence[Loop], region: Region) -> dict[Node, Part]:
-    """What is put among other rows, where all of a loop's results that are put have the same row numbers."""
+    """The values put among other rows, if all such results of a loop have the same row numbers."""
     found: dict[Node, Part] = {}
     for loop in loops:
         wide = [node for node in loop.results if region.is_wide(node) and _is_flat(node, region)]
@@ -304,7 +304,7 @@ def _is_flat(node: Node, region: Region) -> bool:
 
 
 def _sizes_of(loop: Loop, config: RowsConfig) -> Sizes:
-    """Of a loop's chunks. A symbolic number of rows counts as many where a matmul's result would be whole."""
+    """Of a loop's chunks. A symbolic number of rows counts as many if a matmul's result would be materialised."""
     region = loop.region
     columns, item = region.widest(loop.body)
     rows, multiple = hint(region.rows), region.multiple
@@ -318,10 +318,10 @@ def _sizes_of(loop: Loop, config: RowsConfig) -> Sizes:
 
 
 def _pays(plan: Plan, region: Region, beside: bool) -> bool:
-    """Whether a loop makes something wide beside what it hands out, other than by showing what it is given.
+    """Does a loop compute a wide value besides its results, other than a view of its inputs?
 
-    Logits that a matmul makes are always such. Of given ones not where the graph goes on with what a loop hands out: it
-    would be in memory beside what is made of it. A loop itself puts the gradient of a slice among the other rows.
+    Logits of a matmul always are one. For given logits the answer is no if the graph goes on with a wide result: the
+    result would be in memory beside the values made from it. The loop itself puts a slice's gradient among other rows.
     """
     loops = plan.loops
     spared = [node for loop in loops for node in loop.spared]
@@ -336,7 +336,7 @@ def _pays(plan: Plan, region: Region, beside: bool) -> bool:
 
 
 def _is_computed(node: Node) -> bool:
-    """From tensors: what is not is a constant, such as the zeros that a gradient is written into."""
+    """Computed from tensors; otherwise it is a constant, such as zeros below a written gradient."""
     return any(isinstance(value(each), torch.Tensor) for each in node.all_input_nodes)
 
 
@@ -352,7 +352,7 @@ def _goes_on(node: Node, region: Region) -> bool:
 
 
 def _check_unchanged(graph: Graph, loops: Sequence[Loop]) -> None:
-    """Backward reads again what forward is given, after what forward has written over its inputs."""
+    """Backward reads forward's inputs again, after forward has overwritten some of them."""
     changed = changes_of(graph).in_forward
     if not changed:
         return

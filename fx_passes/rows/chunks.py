@@ -1,10 +1,10 @@
 """The sizes of chunks of logits [N, V]: plain numbers, for the operators and for the pass reporting them.
 
-All logits are cut into eighths, or quarters where an eighth has fewer than 512 rows, and a chunk is between 32 MiB and
-512 MiB: less would starve the matmuls, which read the whole weight for each chunk (on an H200, 8192 x 4096 x 128256 in
-bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows 35.1 ms, and the matmul alone 32.7 ms; on
-two cores, `bench lm_head`'s policy loss of 2048 x 1024 x 32000 in float32 took 1.05 of inductor's time with 256 rows,
-0.94 with 512, 0.92 with 1024), more would be memory for nothing.
+All logits are cut into eighths, or quarters if an eighth has fewer than 512 rows. A chunk is 32 MiB to 512 MiB.
+Smaller chunks would starve the matmuls, because they read all weights for each chunk (on an H200, 8192 x 4096 x 128256
+in bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows 35.1 ms, and the matmul alone 32.7 ms;
+on two cores, `bench lm_head`'s policy loss of 2048 x 1024 x 32000 in float32 took 1.05 of inductor's time with 256
+rows, 0.94 with 512, 0.92 with 1024). Larger chunks would only take more memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def chunk_bytes(self) -> int:
-        """What a chunk may have."""
+        """The limits of a chunk."""
         some_rows = min(ROWS_MIN * self.vocab * self.itemsize, self.bytes // LARGEST_SHARE)
         return self.limit or min(max(self.bytes // SHARE, some_rows, MIN_BYTES), MAX_BYTES)
 
@@ -70,7 +70,7 @@ class Sizes:
         is smaller. In float32 the sum is the gradient itself. See NOTE [The same logits twice].
 
         Args:
-            wanted: which of the gradients of hidden, weight and bias are made.
+            wanted: the computed ones of the gradients of hidden, weight and bias.
         """
         of_hidden, of_weight, _ = wanted
         if self.itemsize > 2 or self.whole or self.column_chunk < min(COLUMNS_MIN, self.vocab):
@@ -87,6 +87,6 @@ class Sizes:
 
 
 def _even(total: int, fit: int) -> int:
-    """The size of the fewest equal pieces that fit."""
+    """The size of the fewest equal pieces within the limit."""
     pieces = max(-(-total // max(fit, 1)), 1)
     return -(-total // pieces)

@@ -3,9 +3,10 @@
     by rows       hidden's gradient is complete after each chunk, the weight's is a sum over chunks
     by columns    the weight's gradient is complete after each chunk, hidden's is a sum over chunks
 
-Entry point: `by_columns`. In half precision a sum over chunks takes a float32 buffer beside the result, so the loop
-with the smaller sums is taken. Columns can be cut where every value of the loop works column by column on columns of
-the weight, once the statistics are known: the region of the same nodes whose "rows" are the vocabulary.
+Entry point: `by_columns`. In half precision a sum over chunks takes a float32 buffer beside the result, so the pass
+takes the loop with the smaller sums. A loop over columns is possible if every value of the loop works column by column
+on columns of the weight, once the statistics are known. It is the region of the same nodes with the vocabulary as
+"rows".
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 
 def by_columns(graph: Graph, loop: Loop) -> Loop:
-    """`loop` over chunks of columns, or as it is where that takes no less memory, or cannot be."""
+    """`loop` over chunks of columns; unchanged if this is impossible or takes no less memory."""
     region = loop.region
     products = [n for n in loop.body if n.target in MATMULS and region.made_wide(n)]
     summed = loop.backward and loop.sum_bytes > 0
@@ -43,7 +44,7 @@ def by_columns(graph: Graph, loop: Loop) -> Loop:
 
 
 def _is_last_sum(node: Node, region: Region, loop: Loop) -> bool:
-    """A sum over the columns that nothing in the loop reads."""
+    """A sum over the columns without a reader in the loop."""
     read = any(user in loop.body for user in node.users)
     return node in region.sums and node in loop.results and not read
 
@@ -71,7 +72,7 @@ def _product_of_columns(node: Node) -> Step | None:
 
 
 def _gradient_of_columns(node: Node) -> Step:
-    """A column of another chunk has a number outside of this one, where it matches nothing."""
+    """A column of another chunk gets a number outside this one and matches nothing."""
     args: Any = node.args
     x, terms, affine, index, *others = args
     rank = rank_of(node)

@@ -1,9 +1,9 @@
 """Can forward compute a region's backward, in the loop with the values at hand?
 
-Entry point: `tangent_of`. The gradient of a scalar loss is a multiple of one number that backward brings, its tangent:
-torch's derivatives are linear in it, but for what a program does to gradients itself (a hook that clamps them, an
-`autograd.Function`). Where each operator between the tangent and the results keeps a multiple a multiple, forward makes
-the results for a tangent of 1, and backward multiplies them. A head's logits are then made once instead of twice.
+Entry point: `tangent_of`. The gradient of a scalar loss is a multiple of one number, the tangent, known in backward.
+Torch's derivatives are linear in the tangent. Exception: a program's own change of gradients (a hook clamping them, an
+`autograd.Function`). If each operator between the tangent and the results maps multiples to multiples, forward computes
+the results for a tangent of 1, and backward multiplies them. A head's logits are then computed once instead of twice.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _INTO: dict[Any, tuple[int, int]] = {
 
 
 def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
-    """The tangent of which every result of `loops` that depends on one is a multiple.
+    """The tangent: each result of `loops` depending on a tangent is a multiple of this one.
 
     Raises:
         Refused: there is none, with the reason.
@@ -97,7 +97,7 @@ def tangent_of(graph: Graph, region: Region, loops: Sequence[Loop]) -> Node:
 
 
 def _check_kept(region: Region, results: Iterable[Node]) -> None:
-    """What forward makes is kept until backward."""
+    """Results of forward are kept until backward."""
     for node in results:
         if region.is_wide(node):
             raise Refused("the gradient is as large as the logits")
@@ -161,7 +161,7 @@ class _Degrees:
         raise Refused(f"{_line_of(node)} is not linear in the loss's gradient")
 
     def _of_gradient(self, node: Node) -> str:
-        """Coefficients that are multiples, of exponentials that are none: see docs/ops.md."""
+        """Coefficients are multiples, exponentials are not: see docs/ops.md."""
         x, terms, affine, index, weight = node.args[:5]
         self._check_cells(node, terms, [PLAIN] * 3 + [MULTIPLE] * 2)
         self._check_cells(node, affine, [MULTIPLE, PLAIN, MULTIPLE])  # f * (x - center) + e
@@ -217,7 +217,7 @@ def _alone(node: Node, found: Sequence[str]) -> bool:
 
 
 def _chosen(node: Node, found: Sequence[str]) -> bool:
-    """One of two multiples, by a condition that is none."""
+    """One of two multiples, by a condition independent of the tangent."""
     return found[0] != MULTIPLE and PLAIN not in found[1:]
 
 

@@ -1,4 +1,4 @@
-"""The edits of `by_rows`: an operator for each loop, and what stands in the place of its results.
+"""The edits of `by_rows`: an operator for each loop, and the replacements of its results.
 
 Entry point: `Emission`, of a `Plan`. New nodes are made first; nothing can refuse once `commit` has begun.
 """
@@ -27,12 +27,12 @@ fused = torch.ops.slime_fused
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What becomes of a region.
+    """The plan for a region.
 
     Attributes:
         sizes: of each loop's chunks.
-        tangent: given as 1 to the loops, if they make in forward what backward would.
-        puts: of results that the graph puts among other rows: where.
+        tangent: replaced by 1 in the loops, if they compute backward's results in forward.
+        puts: the row numbers of results put among other rows.
         waits: why forward does not make the gradients.
     """
 
@@ -44,7 +44,7 @@ class Plan:
 
 
 class Emission:
-    """The new nodes: an operator for each loop, and what stands in the place of its results."""
+    """The new nodes: an operator for each loop, and the replacements of its results."""
 
     def __init__(self, plan: Plan, emit: Emitter, compiled: bool) -> None:
         self.plan, self.emit, self.compiled = plan, emit, compiled
@@ -118,7 +118,7 @@ class Emission:
 
 
 class Units:
-    """Values that follow from the tangent and not from the logits, computed with 1 in its place."""
+    """Values computed from the tangent and not from the logits, with 1 in place of the tangent."""
 
     def __init__(self, tangent: Node, moving: set[Node], emit: Emitter) -> None:
         self.tangent = tangent

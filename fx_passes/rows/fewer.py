@@ -1,9 +1,9 @@
-"""Work on all rows of which only a part is read or is not zero: it moves to that part.
+"""Work on all rows moves to a part of them, if only this part is read or not zero.
 
     (h @ w / t)[:, :-1]                  ->  h[:, :-1] @ w / t
     (zeros; zeros[:, :-1] = g) / t @ w   ->  zeros; zeros[:, :-1] = g / t @ w
 
-Entry point: `work_on_parts`. Rows that no node reads are not computed: their gradient is zero, whatever is in them.
+Entry point: `work_on_parts`. Rows without a reader are not computed. Their gradient is zero, whatever their values are.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _SCALES: set[Any] = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div
 def work_on_parts(
     graph: Graph, min_vocab: int, of_heads: bool = False, share: float = 1.0
 ) -> tuple[int, tuple[str, ...]]:
-    """Moves arithmetic and matmuls to where there are fewer rows: how many nodes that makes, and what a user reads.
+    """Moves arithmetic and matmuls to fewer rows. Returns the number of new nodes, and the report's texts.
 
     Args:
-        of_heads: only what a matmul makes; given logits stay as they are.
-        share: of a matmul's rows; where more are taken, it stays, since what it reads would be copied.
+        of_heads: only results of matmuls; given logits stay as they are.
+        share: of a matmul's rows; if the program reads more, the matmul stays, because its operand would be copied.
     """
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None or (of_heads and not takes_of_heads(graph, min_vocab)):
@@ -96,12 +96,12 @@ def work_on_parts(
 
 
 def takes_of_heads(graph: Graph, min_vocab: int) -> bool:
-    """Whether rows are taken of what a matmul makes."""
+    """Does the program take rows of a matmul's result?"""
     return any(_is_of_head(node) and is_wide(node, min_vocab) for node in graph.nodes)
 
 
 def _is_of_head(node: Node) -> bool:
-    """Whether it takes rows of what a matmul makes, or of a function of each element of that."""
+    """Does it take rows of a matmul's result, or of an element-wise function of it?"""
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     gathers = node.target is aten.gather.default and is_of_numbers(node)
@@ -109,7 +109,7 @@ def _is_of_head(node: Node) -> bool:
 
 
 def head_under(node: Any) -> Node | None:
-    """The matmul of which `node` is a function, element by element and with numbers of each row."""
+    """The matmul below `node`, an element-wise function of its result and of numbers per row."""
     below: Node | None = node
     while below is not None and below.target not in HEADS:
         below = under(below, _SHOWN) if below.target in _SHOWN else _operand(below)
@@ -117,7 +117,7 @@ def head_under(node: Any) -> Node | None:
 
 
 def _operand(point: Node) -> Node | None:
-    """The one of which `point` is a function, element by element and with numbers of each row."""
+    """The value below `point`, an element-wise function of it and of numbers per row."""
     if not is_elementwise(point) or not is_pure(point) or point.target in SAME_VALUE:
         return None
     operands = [each for each in point.all_input_nodes if rank_of(each)]
@@ -134,7 +134,7 @@ def _is_asked_for_size(node: Node, min_vocab: int) -> bool:
 
 
 def _answer(emit: Emitter, asked: list[Node], min_vocab: int) -> None:
-    """What is asked for a size only is not computed for that."""
+    """A value asked for its size only is not computed."""
     for node in asked:
         expr = value(node).node.expr
         size = emit.size_of(expr) or _narrow_size(emit, expr, min_vocab)
@@ -143,7 +143,7 @@ def _answer(emit: Emitter, asked: list[Node], min_vocab: int) -> None:
 
 
 def _narrow_size(emit: Emitter, expr: Any, min_vocab: int) -> Node | None:
-    """The same size of something that is not as wide as a vocabulary."""
+    """The same size of a value narrower than a vocabulary."""
     for node in emit.graph.nodes:
         early = not (is_backward(node) or is_tangent(node))
         if is_wide(node, min_vocab) or not early or not isinstance(value(node), torch.Tensor):
@@ -155,7 +155,7 @@ def _narrow_size(emit: Emitter, expr: Any, min_vocab: int) -> Node | None:
 
 
 def _make_in_forward(graph: Graph) -> None:
-    """What forward reads, which may be an equal node of backward."""
+    """The operand in forward; it may be an equal node of backward."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not is_backward(node):
             for each in node.all_input_nodes:
@@ -166,10 +166,10 @@ class _Work:
     """The edits.
 
     Attributes:
-        returned: what has the memory of an output.
-        heads: factors of matmuls that were moved.
-        first: the user's matmul of each that was made of it.
-        rows: of each of the user's matmuls that was moved, how many rows are taken of how many.
+        returned: values in the memory of an output.
+        heads: factors of moved matmuls.
+        first: for each new matmul, the user's own.
+        rows: for each moved matmul of the user's, the number of rows taken, and of all.
     """
 
     def __init__(self, emit: Emitter, min_vocab: int, share: float, of_heads: bool) -> None:
@@ -248,14 +248,14 @@ class _Work:
             self.rows[first] = (rows - every + taken, total)
 
     def _taken(self, node: Node, of: Any) -> Node | None:
-        """What `node` takes, taken of `of`, which has as many rows as that; None where that would be a copy."""
+        """`node`'s selection, applied to `of` with as many rows; None if this would be a copy."""
         made = self._selected(node.args[0], of, node.target, node.args[1:], node)
         if made is not None and "unbacked_bindings" in node.meta:
             made.meta["unbacked_bindings"] = node.meta["unbacked_bindings"]
         return made
 
     def _selected(self, every: Any, of: Any, target: Any, args: Any, like: Node) -> Node | None:
-        """Rows of `of`, which has those of `every`, [..., V], as many as `like` has."""
+        """As many rows of `of` as `like` has; the rows of `of` are those of `every`, [..., V]."""
         emit = self.emit
         if not viewable(value(of), [*shape_of(every)[:-1], shape_of(of)[-1]]):
             return None
@@ -279,7 +279,7 @@ class _Work:
     # ---- puts last ------------------------------------------------------------------------------------------------
 
     def put_last(self) -> None:
-        """f(put(zeros, rows)) -> put(zeros, f(rows)), for what reads a put or a sum of puts."""
+        """f(put(zeros, rows)) -> put(zeros, f(rows)), for readers of a put or of a sum of puts."""
         before = -1
         while before != (before := len(self.emit.created)):
             for node in wide_nodes(self.emit.graph, self.min_vocab):
@@ -299,19 +299,19 @@ class _Work:
                     self._put_last(below)
 
     def _shown(self, made: Node, outer: Node, turned: bool) -> Node:
-        """`made`, which has its rows first, in the shape of `outer`."""
+        """`made`, with its rows first, in the shape of `outer`."""
         sizes = self.emit.sizes(outer)
         if not turned:
             return self.emit.reshape(made, sizes)
         return self.emit.call(aten.permute.default, self.emit.reshape(made, sizes[::-1]), [1, 0])
 
     def _is_of_moved(self, outer: Node) -> bool:
-        """A gradient of a matmul that was moved: where its logits are of all rows, so is their gradient."""
+        """A gradient of a moved matmul: logits of all rows have a gradient of all rows."""
         of_head = any(under(each, _FACTORS) in self.heads for each in outer.all_input_nodes)
         return of_head or (bool(self.heads) and outer.target is aten.sum.dim_IntList)
 
     def _ends_in_moved(self, node: Node) -> bool:
-        """Whether all that is made of `node`, element by element, is read by matmuls that were moved."""
+        """Do moved matmuls read all element-wise functions of `node`?"""
         return bool(node.users) and all(
             self._is_of_moved(user)
             or ((user.target in _FACTORS or is_elementwise(user)) and self._ends_in_moved(user))
@@ -320,12 +320,12 @@ class _Work:
         )
 
     def _products(self, node: Node, outer: Node) -> Node | None:
-        """A matmul of what is put, by its columns or over its rows, or its sum over the rows."""
+        """A matmul of the put rows, by their columns or over the rows, or the sum over the rows."""
         made = [self._product(put, node, outer) for put in _puts_in(node)]
         return None if None in made else added(self.emit, made)  # type: ignore[arg-type]
 
     def _product(self, put: Node, node: Node, outer: Node) -> Node | None:
-        """The part of `outer`, a product of `node`, that is of `put`."""
+        """The part of `outer`, a product of `node`, made from `put`."""
         rows = rows_put(put)
         assert rows is not None, put
         if outer.target is aten.mm.default:
@@ -359,7 +359,7 @@ class _Work:
         return emit.call(node.target, zeros, rows, *node.args[2:])
 
     def _taken_as_put(self, node: Node, of: Any) -> Node | None:
-        """The rows of `of`, [all rows..., D], among which `node` puts its own; None where that would be a copy."""
+        """The rows of `of`, [all rows..., D], at the places of `node`'s rows; None if this would be a copy."""
         if node.target in BY_NUMBERS:
             target, args = aten.index.Tensor, node.args[1:2]
         else:
@@ -369,7 +369,7 @@ class _Work:
         return self._selected(node, of, target, args, rows)
 
     def _turned_round(self, node: Node, outer: Node) -> Node | None:
-        """A cast, a product with a number or with what a head makes, a sum of what is put alike."""
+        """A cast, a product with a number or with a head's result, a sum of rows put in the same way."""
         rows: Any = rows_put(node)
         if rows is None:
             return None
@@ -418,7 +418,7 @@ def _shows_rows(shown: Any, node: Node) -> bool:
 
 
 def _takes_of(node: Node) -> list[Node] | None:
-    """What takes rows of it; None where something reads all of them."""
+    """The nodes taking rows of it; None if another node reads all of them."""
     found: dict[str, Node] = {}
     for user in node.users:
         if is_dead(user):
@@ -440,7 +440,7 @@ def _place(node: Node) -> str:
 
 
 def _readers(node: Node, turned: bool = False) -> list[tuple[Node, bool]]:
-    """What reads `node`, in whatever shape, and whether it reads [V, N]."""
+    """The readers of `node` in any shape, each with a flag for the shape [V, N]."""
     found = []
     for user in node.users:
         if user.target in _SHOWN and same_columns(user, node):
@@ -453,7 +453,7 @@ def _readers(node: Node, turned: bool = False) -> list[tuple[Node, bool]]:
 
 
 def _puts_in(node: Node) -> list[Node]:
-    """Those whose sum `node` is; none where it is something else."""
+    """The addends of `node`; none if it is no sum."""
     if rows_put(node) is not None:
         return [node]
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
@@ -473,7 +473,7 @@ def _is_scaled(outer: Node) -> bool:
 
 
 def _factor(node: Node, outer: Node) -> Node | None:
-    """What the put `node` is multiplied with or divided by: a value or a number of each row."""
+    """The factor or divisor of the put `node`: a value, or a number per row."""
     if outer.target not in _PRODUCTS or outer.kwargs or len(outer.all_input_nodes) != 2:
         return None
     one, by = outer.all_input_nodes
@@ -495,7 +495,7 @@ def _are_put_alike(outer: Node) -> bool:
 
 
 def _where(node: Node) -> tuple[Any, ...]:
-    """The arguments of a put that say where."""
+    """The arguments of a put with the place."""
     if node.target in BY_NUMBERS:
         return node.args[1], *node.args[3:]
     return node.args[2:]

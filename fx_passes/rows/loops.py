@@ -1,12 +1,11 @@
 """The loops of a region over chunks, and their results.
 
-Entry point: `loops_of`. A loop computes values for one chunk of rows after the other. A value that needs a sum over all
-rows, or something that the graph computes outside the region from results of a loop, is one *level* later; so is a
-value that needs a tangent. Each loop computes its wide values again from what the region is given, so that none of them
-exists as a whole. Numbers per row and sums are computed once, by the first loop that can, and kept. Exception: the
-maximum that a wide value is compared with is computed again, since a matmul over other rows may round otherwise.
-Exception: a mask that forward makes of sorted columns of given logits is kept for backward, a byte for each logit,
-instead of sorting them twice; without loops the order itself would be kept.
+Entry point: `loops_of`. A loop computes values for one chunk of rows after the other. A value is one *level* later if
+it needs a sum over all rows, a tangent, or a value computed outside the region from results of a loop. Each loop
+computes its wide values again from the inputs of the region; none of them exists in full. Numbers per row and sums are
+computed once, by the first possible loop, and kept. Exception: a maximum compared with a wide value is computed again,
+because a matmul over other rows may round otherwise. Exception: forward's mask by sorted columns of given logits is
+kept for backward, a byte for each logit, instead of sorting twice; without loops the order itself would be kept.
 
     loss = (p * q).sum(-1).mean()       level 0: p * q, its sum per row; the mean is outside
     d loss / d logits                   level 1, since it needs a tangent: p and q again, and the gradient
@@ -34,11 +33,11 @@ class Loop:
     """One loop over chunks of rows.
 
     Attributes:
-        region: what it is of.
-        level: what it needs is made by loops of lower levels.
-        results: what the graph, or a later loop, needs of it, in the order of the graph.
-        body: what it computes for a chunk, in the order of the graph.
-        backward: it needs what belongs to backward.
+        region: its region.
+        level: loops of lower levels compute its inputs.
+        results: values read by the graph or a later loop, in the order of the graph.
+        body: the nodes computed for a chunk, in the order of the graph.
+        backward: it needs values of backward.
     """
 
     region: Region
@@ -49,7 +48,7 @@ class Loop:
 
     @property
     def spared(self) -> list[Node]:
-        """Full-vocabulary values of which it makes a chunk at a time, and which it does not hand out.
+        """Full-vocabulary values made by chunks, other than its results.
 
         Exception: the softmax kept for backward under `save="softmax"`.
         """
@@ -59,22 +58,22 @@ class Loop:
 
     @property
     def sum_bytes(self) -> int:
-        """Of sums in half precision: what their float32 totals take while they are made."""
+        """The bytes of float32 totals for sums in half precision."""
         sums = [node for node in self.results if node in self.region.sums]
         return sum(2 * byte_count(node) for node in sums if value(node).dtype.itemsize == 2)
 
 
 def _is_kept(node: Node) -> bool:
-    """A softmax that another `row_grad` is made of."""
+    """A softmax read by another `row_grad`."""
     grad = torch.ops.slime_fused.row_grad.default
     return node.target is grad and any(n.target is grad and n.args[0] is node for n in node.users)
 
 
 def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
-    """The loops of `region` by their levels, without those that nothing needs.
+    """The loops of `region` by their levels, without unread ones.
 
     Args:
-        early: nothing waits for backward: `early.py` says where that may be.
+        early: nothing waits for backward; `early.py` decides if this is possible.
     """
     levels = _Levels(graph, region, early)
     loops = _Demands(graph, region, levels).loops()
@@ -85,7 +84,7 @@ def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
 
 
 class _Levels:
-    """Of each node the level at which a chunk of it can be made, and the first level that may be given it whole."""
+    """For each node, the level able to make a chunk of it, and the first level with all of it as an input."""
 
     def __init__(self, graph: Graph, region: Region, early: bool) -> None:
         self.region = region
@@ -140,7 +139,7 @@ class _Levels:
 
 
 def _compared(region: Region) -> set[Node]:
-    """Numbers per row that values made by a loop are compared with, and those that they are made of."""
+    """Numbers per row compared with values of a loop, and the numbers below them."""
     found: set[Node] = set()
     waiting = [node for node in region.steps if node.target in COMPARISONS]
     waiting = [node for node in waiting if any(map(region.made_wide, node.all_input_nodes))]
@@ -153,7 +152,7 @@ def _compared(region: Region) -> set[Node]:
 
 
 def _made_of_sorted(nodes: list[Node], region: Region) -> Iterator[Node]:
-    """Masks that are made of sorted columns, and not of what other masks leave of them."""
+    """Masks made from sorted columns directly, not through other masks."""
     found: set[Node] = set()
     masks: set[Node] = set()
     for node in filter(region.steps.__contains__, nodes):
@@ -171,7 +170,7 @@ def _sorts(node: Node) -> bool:
 
 
 class _Demands:
-    """What the graph needs of the loops, beginning with what it returns."""
+    """The values read by the graph, returned ones first."""
 
     def __init__(self, graph: Graph, region: Region, levels: _Levels) -> None:
         self.region, self.levels = region, levels

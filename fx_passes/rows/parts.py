@@ -1,4 +1,4 @@
-"""Rows that are a part of all rows: which of them a value has, as row numbers that the graph computes.
+"""Parts of rows: the row numbers of a value, as a node of the graph.
 
     shifted = logits[:, :-1]                the rows of `shifted` are a part of those of `logits`
     d logits = zeros; d logits[:, :-1] = g  the rows of `g` are put among all rows
@@ -76,7 +76,7 @@ class Part:
     """Some rows of `every`, in this order.
 
     Attributes:
-        every: the value that has all rows, [..., V].
+        every: the value with all rows, [..., V].
         moves: from the row numbers of `every` to those of the part.
     """
 
@@ -89,7 +89,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Equal for parts that have the same rows of values with equally many."""
+        """Equal for parts with the same rows of values of equally many."""
         spelled = [("view", shape_of(m[2])[:-1]) if m[0] == "view" else m for m in self.moves]
         return str((shape_of(self.every)[:-1], spelled))
 
@@ -100,7 +100,7 @@ class Part:
         return emit.reshape(found, [emit.product(emit.sizes(found))])
 
     def take(self, emit: Emitter, found: Node, columns: list[Any]) -> Node:
-        """These rows of `found`, which has the rows of `every` and `columns` behind them."""
+        """These rows of `found`, a value with the rows of `every` and then `columns`."""
         for kind, dim, *rest in self.moves:
             if kind == "view":
                 found = emit.reshape(found, [*emit.sizes(rest[0])[:-1], *columns])
@@ -112,7 +112,7 @@ class Part:
 
 
 def taken(node: Node) -> Part | None:
-    """The rows that `node`, [..., V], takes of a larger value; None where it takes all."""
+    """The rows `node`, [..., V], takes from a larger value; None if it takes all."""
     moves: list[Move] = []
     while node.op == "call_function":
         inner = node.args[0]
@@ -136,7 +136,7 @@ def taken(node: Node) -> Part | None:
 
 
 def piece_of(node: Node) -> tuple[Node, Move] | None:
-    """The value of which `node` is a piece of rows, and the slice or selection that takes it."""
+    """The value with `node` as a piece of its rows, and the slice or selection taking it."""
     found = split_of(node)
     return None if found is None or _is_of_columns(found[1], found[0]) else found
 
@@ -157,7 +157,7 @@ def split_of(node: Node) -> tuple[Node, Move] | None:
 
 
 def span(move: Move) -> tuple[int, int, int, int] | None:
-    """(dimension, start, stop, step) of a slice or selection; None where they are no numbers."""
+    """(dimension, start, stop, step) of a slice or selection; None if they are no numbers."""
     kind, dim, *rest = move
     if kind == "view" or not all(isinstance(each, int) for each in rest):
         return None
@@ -165,7 +165,7 @@ def span(move: Move) -> tuple[int, int, int, int] | None:
 
 
 def put(node: Node) -> Part | None:
-    """Among which rows the graph puts those of `node`, zero in the others, where nothing else becomes of it."""
+    """The rows at which the graph puts those of `node` among zeros, if it has no other reader."""
     moves: list[Move] = []
     last, found = node, 0
     while len(node.users) == 1:
@@ -188,7 +188,7 @@ def put(node: Node) -> Part | None:
 
 
 def _part(every: Node, moves: list[Move]) -> Part | None:
-    """Without moves that change nothing; None where no row is left out."""
+    """Without moves changing nothing; None if they take all rows."""
     kept: list[Move] = []
     for at, move in enumerate(moves):
         behind = moves[at + 1][0] if at + 1 < len(moves) else "view"  # in the end one dimension
@@ -210,7 +210,7 @@ def same_columns(one: Node, other: Node) -> bool:
 
 
 def move_of(node: Node, every: Node, first: int) -> Move | None:
-    """The arguments of a slice or selection of rows of `every`, spelled alike; None where it is one of columns."""
+    """The arguments of a slice or selection of rows of `every`, in one spelling; None for one of columns."""
     found = cut_of(node, every, first)
     return None if _is_of_columns(found, every) else found
 
@@ -254,7 +254,7 @@ def _dims_of(index: Node) -> int:
 
 
 def rows_put(node: Node) -> Node | None:
-    """The rows put among zeros; None where they are put into something else, or one row replaces another."""
+    """The rows put among zeros; None if they are put into other values, or one row replaces another."""
     if node.target not in PUTS or not is_of_rows(node):
         return None
     if node.target in _BACKWARD:

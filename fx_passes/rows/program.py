@@ -3,11 +3,11 @@
 Entry point: `Program`. NOTE [Loops as text] says how it looks; `slime_compile/ops/row_loop.py` reads it.
 
 NOTE [Loops as text]
-What a loop computes is an argument of its operator, so that compiled code can be kept by torch's caches, whose key is
-the graph's text. It is JSON:
+The text of a loop is an argument of its operator. Torch's caches can then keep compiled code, because their key is the
+graph's text. The text is JSON:
 
     rows      of each tensor with rows its block: [dims], or [dims, value]: the rows of these numbers
-    steps     [operator, arguments, keyword arguments], in an order that can run
+    steps     [operator, arguments, keyword arguments], in a runnable order
     results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
               ["matmul", left, right, dtype, sizes]   left @ right, written as chunks of rows  [N, *sizes]
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
@@ -16,7 +16,7 @@ the graph's text. It is JSON:
     wide      [columns, bytes of one, multiple]: of the widest value of a chunk, and of a chunk's rows
     columns   whether the rows are the columns of logits
 
-A step that writes over its first argument (`row_grad_`) has that for its result.
+The result of a step overwriting its first argument (`row_grad_`) is this argument.
 
 Values are numbered: tensors with rows, tensors without, then the result of each step. An argument is a number, a list,
 or one of {"v": value}, {"n": 1} for the rows of the chunk, {"s": i} for size number i, {"d": dtype}.
@@ -66,7 +66,7 @@ def _has_its_dtype(node: Node) -> bool:
 
 
 def wide_results(text: str) -> tuple[int, set[int]]:
-    """Columns of the widest value of a chunk of rows, 0 of a loop over columns; and the results that may be as wide."""
+    """Columns of the widest value of a chunk of rows, 0 for a loop over columns; and the results possibly as wide."""
     told = json.loads(urllib.parse.unquote(text))
     columns = 0 if told["columns"] else told["wide"][0]
     found = {at for at, (how, *_) in enumerate(told["results"]) if how in ("rows", "put")}
@@ -74,7 +74,7 @@ def wide_results(text: str) -> tuple[int, set[int]]:
 
 
 def values_read(arg: Any) -> set[Any]:
-    """The values that a part of a loop's text names."""
+    """The values named in a part of a loop's text."""
     if isinstance(arg, dict):
         return {arg["v"]} if "v" in arg else set()
     if isinstance(arg, list):
@@ -83,11 +83,11 @@ def values_read(arg: Any) -> set[Any]:
 
 
 class Program:
-    """The text of a loop, and the nodes that its operator is given.
+    """The text of a loop, and the arguments of its operator.
 
     Args:
-        puts: of results that the graph puts among other rows: where.
-        made: what earlier loops have made, as [N, *sizes] or, sums, as it is.
+        puts: the row numbers of results put among other rows.
+        made: results of earlier loops, as [N, *sizes]; sums in their own shape.
         given: a value of the graph as the loop is given it.
     """
 
@@ -149,7 +149,7 @@ class Program:
         return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
 
     def _write_over_logits(self, at: tuple[str, int]) -> None:
-        """That step's gradient overwrites logits that a matmul of the loop makes, if it is the last to read them."""
+        """The gradient of this step overwrites logits of a matmul in the loop, if no later step reads them."""
         at = self._shown(at)
         name, args, kwargs = self.steps[at[1]]
         if name != _GRADIENT:
@@ -164,7 +164,7 @@ class Program:
         self.steps[at[1]] = [name.replace("row_grad.", "row_grad_."), terms, kwargs]
 
     def _shown(self, at: tuple[str, int]) -> tuple[str, int]:
-        """The value that is shown by views of it."""
+        """The value below its views."""
         while at[0] == "step" and self.steps[at[1]][0] in _VIEWS:
             at = self.steps[at[1]][1][0]["v"]
         return at
@@ -276,7 +276,7 @@ class Program:
         return self._told([str(aten.permute.default), [self._given(Whole(inner)), [1, 0]], {}])
 
     def _is_last_matmul(self, node: Node) -> bool:
-        """A matmul of a head's gradient that nothing of the loop reads: it is written into the result at once."""
+        """A matmul of a head's gradient without a reader in the loop: it is written into the result at once."""
         step = self.region.steps.get(node)
         made = self.loop.results.keys() - self.puts.keys()
         if step is None or node not in made or node.target is not aten.mm.default:

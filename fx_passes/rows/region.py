@@ -1,8 +1,8 @@
 """The part of a graph working row by row, around values as wide as a vocabulary.
 
-Entry point: `regions_of`. A region begins at a value whose columns are treated as alternatives (a gather, a maximum, a
-sort, a fused operator), and grows over everything that has the same rows: `steps` say how each node is computed over a
-chunk of them, `sums` which nodes add over all of them. Everything else is outside, and the region is given it.
+Entry point: `regions_of`. A region begins at a value read across its columns (a gather, a maximum, a sort, a fused
+operator), and grows over all nodes with the same rows. `steps` describes the computation of each node over a chunk of
+rows, `sums` lists the nodes adding over all rows. All other nodes are outside; their values are inputs of the region.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _SCALES: set[Any] = {aten.exp.default, aten.log.default, aten.exp2.default, aten
 
 @dataclass
 class Region:
-    """What works row by row on `rows` rows.
+    """A region working row by row on `rows` rows.
 
     Attributes:
-        vocab: columns of the values that it began with.
-        blocks: where the rows lie in each value that has them, given ones included.
-        steps: of each node that is computed row by row.
-        sums: of each node that adds over all rows.
+        vocab: columns of its first values.
+        blocks: the place of the rows in each value with rows, inputs included.
+        steps: for each node computed row by row.
+        sums: for each node adding over all rows.
         of_columns: its rows are the columns of logits.
     """
 
@@ -76,7 +76,7 @@ class Region:
         return chunks.COLUMNS_MULTIPLE if self.of_columns else 1
 
     def is_wide(self, node: Node) -> bool:
-        """Has rows, and about as many columns as the vocabulary; so has what gives several values."""
+        """Has rows, and about as many columns as the vocabulary; a node with several values counts."""
         if node not in self.blocks:
             return False
         if not isinstance(value(node), Tensor):
@@ -89,7 +89,7 @@ class Region:
         return node in self.steps and self.is_wide(node)
 
     def is_given(self, node: Node) -> bool:
-        """It shows what the region is given."""
+        """A view of an input of the region."""
         return node.target in VIEWS and under(node, VIEWS) not in self.steps
 
     def widest(self, nodes: Iterable[Node]) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def regions_of(graph: Graph, min_vocab: int, heads: bool) -> Iterator[Region]:
     The caller may put loops in the place of one before it asks for the next.
 
     Args:
-        heads: whether they have the matmuls that make logits; else they are given these.
+        heads: are matmuls computing logits inside? Otherwise the logits are inputs.
     """
     step = step_of if heads else _step_of_given
     seeds = sorted(_seeds(graph, min_vocab), key=lambda n: -hint(shape_of_value(n)[-1]))
@@ -168,10 +168,10 @@ def _is_of_alternatives(region: Region) -> bool:
 def grown(
     graph: Graph, *seeds: Node, block: Block | None = None, step: Stepped = step_of
 ) -> Region:
-    """What works row by row on the rows of the first of `seeds`, which have them in all dimensions but the last.
+    """The nodes working row by row on the rows of the first of `seeds`: all its dimensions but the last.
 
     Args:
-        block: where the first one has its rows, if elsewhere.
+        block: the place of the rows in the first one, if elsewhere.
         step: says how a node is computed over a chunk.
     """
     seed, *others = seeds
@@ -194,7 +194,7 @@ def grown(
 
 
 def in_place_of(old: Node, found: Node, region: Region, emit: Emitter) -> Node:
-    """What was computed over rows, [N, ...], in the shape of the user's value."""
+    """A result over rows, [N, ...], in the shape of the user's value."""
     across = region.sums.get(old)
     if across is not None:
         if across.mean_of:
@@ -215,7 +215,7 @@ class _Growth:
         self.region, self.step = region, step
 
     def look_at(self, node: Node) -> None:
-        """Takes `node` into the region if it works on rows of what is there."""
+        """Takes `node` into the region if it works on rows of values there."""
         known = self.region.blocks.get
         block = block_of(node, known)
         if block is not None:
@@ -247,7 +247,7 @@ class _Growth:
         return block.fits(shape) and same(math.prod(block.lead(shape)), self.region.rows)
 
     def _agrees(self, step: Step) -> bool:
-        """Every operand has its rows where the step wants them, as far as that is known."""
+        """Every known operand has its rows at the place the step requires."""
         for operand in step.operands():
             known = self.region.blocks.get(operand.node)
             if not isinstance(operand, Rows):
@@ -260,7 +260,7 @@ class _Growth:
         return True
 
     def _pull(self, step: Step) -> None:
-        """Wide operands that are not there yet come into the region, if they work row by row; else it is given them."""
+        """Missing wide operands come into the region if they work row by row; otherwise they become inputs."""
         for operand in step.operands():
             node = operand.node
             if not isinstance(operand, Rows) or node in self.region.blocks:

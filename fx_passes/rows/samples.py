@@ -1,4 +1,4 @@
-"""Numbers per row that a program takes apart and puts together again, computed for all rows at once.
+"""Numbers per row, taken apart and put together again by the program, are computed for all rows at once.
 
     stack([f(x[0]), f(x[1])])              ->  f(x)
     cat([f(x[:2]), f(x[2:])])              ->  f(x)
@@ -6,8 +6,8 @@
     x[:]                                   ->  x
 
 Entry point: `compute_together`. Trainers do so sample by sample, to save memory. A loop over rows computes f(x) in its
-chunks, where pieces would have to wait for all rows. Only numbers per row are put together: what is as wide as a
-vocabulary, `fewer.py` moves.
+chunks; pieces would have to wait for all rows. This file puts only numbers per row together; `fewer.py` moves values as
+wide as a vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Place = tuple[int, int]
 
 
 def compute_together(graph: Graph, min_vocab: int, fake_mode: FakeTensorMode) -> None:
-    """Rewrites the joins and sums of pieces that are all pieces of something, in order."""
+    """Rewrites joins and sums of all pieces of one value, in order."""
     emit = Emitter(graph, fake_mode)
     emit.adopt_all()
     returned = Aliases(graph).of_outputs(graph)
@@ -66,7 +66,7 @@ def compute_together(graph: Graph, min_vocab: int, fake_mode: FakeTensorMode) ->
 
 
 def _kept(emit: Emitter, node: Node) -> Node | None:
-    """What a slice of all rows shows, or writes."""
+    """The value read or written by a slice of all rows."""
     args: Any = node.args
     reads = node.target is aten.slice.Tensor
     if not reads and node.target is not aten.slice_scatter.default:
@@ -89,7 +89,7 @@ def _joined(emit: Emitter, node: Node) -> Node | None:
 
 
 def _added(emit: Emitter, node: Node) -> Node | None:
-    """Pieces that are put among zeros, among the addends: all rows of them at once."""
+    """Pieces put among zeros, among the addends: all their rows at once."""
     puts: dict[Place, Node] = {}
     others: list[Any] = []
     waiting: list[Any] = [node]
@@ -130,7 +130,7 @@ def _is_sum(node: Any) -> bool:
 
 
 def _put(node: Any) -> Place | None:
-    """Where zeros have a piece in `node`."""
+    """The place of a piece among zeros in `node`."""
     if not isinstance(node, Node) or node.target not in WRITES.values() or rows_put(node) is None:
         return None
     return _place(node, cut_of(node, node, 2))
@@ -140,7 +140,7 @@ _SPELLINGS: dict[Any, Any] = {aten.cat.default: _joined, aten.add.Tensor: _added
 
 
 def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | None:
-    """What `pieces` are pieces of; None where they are not pieces of one value.
+    """The value of these `pieces`; None if they are not pieces of one value.
 
     Args:
         stacked: they are B selections [...] of [B, ...]; else slices [n, ...] of [sum of n, ...].
@@ -176,7 +176,7 @@ def _together(emit: Emitter, pieces: Sequence[Any], stacked: bool) -> Node | Non
 
 
 def _keeps_rows(node: Node, first: Node) -> bool:
-    """A view of slices [n, ...] that is [n, ...], with the dimensions behind n of `first`."""
+    """A view [n, ...] of slices [n, ...], with the dimensions of `first` behind n."""
     shape, below = shape_of(node), shape_of(node.args[0])
     kept = bool(shape) and same(shape[0], below[0])
     return kept and same_shape(shape[1:], shape_of(first)[1:])
@@ -199,7 +199,7 @@ def _operand(emit: Emitter, pieces: Sequence[Node], args: Sequence[Any], stacked
 
 
 def _every(pieces: Sequence[Node], stacked: bool) -> Node | None:
-    """What they take all rows of, one piece after the other."""
+    """The value with all these pieces, one after the other."""
     taken = [_taken(each) for each in pieces]
     every, places = taken[0][0], []
     for piece_of_every, move in taken:
@@ -210,7 +210,7 @@ def _every(pieces: Sequence[Node], stacked: bool) -> Node | None:
 
 
 def _taken(node: Node) -> tuple[Node | None, Move]:
-    """The value of which `node` is a piece, and the slice or selection that takes it."""
+    """The value with `node` as a piece, and the slice or selection taking it."""
     if node.target in WRITES:
         every: Any = node.args[0]
         return every, cut_of(node, every, 1)
@@ -218,7 +218,7 @@ def _taken(node: Node) -> tuple[Node | None, Move]:
 
 
 def _place(every: Node, move: Move) -> Place | None:
-    """The rows of `every` that a slice or selection takes, one after the other."""
+    """The rows of `every` in a slice or selection, one after the other."""
     found = span(move) if isinstance(shape_of(every)[0], int) else None
     return found[1:3] if found is not None and (found[0], found[3]) == (0, 1) else None
 

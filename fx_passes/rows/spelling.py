@@ -1,4 +1,4 @@
-"""Rows that are left out or put among zeros, and what is computed of them, in one spelling.
+"""One spelling for rows left out or put among zeros, and for computations on them.
 
 Entry points: `spell_alike`, `expand_operands`. `fewer.py` then knows slices, selections and scatters, and no splits or
 joins.
@@ -35,9 +35,9 @@ aten = torch.ops.aten
 
 
 def spell_alike(emit: Emitter, min_vocab: int, returned: Container[Node], of_heads: bool) -> None:
-    """Pieces, joins and writes become slices and scatters; what is `returned` keeps its own memory.
+    """Pieces, joins and writes become slices and scatters; `returned` values keep their own memory.
 
-    split(x, n)[1]                       ->  x[n : 2 * n], where another piece is unread
+    split(x, n)[1]                       ->  x[n : 2 * n], if another piece is unread
     cat([zeros, g])                      ->  zeros; zeros[n:] = g
     cat([a, b]) as [2, N, V]             ->  cat([a as [1, N, V], b as [1, N, V]]), unless `of_heads`
     x.gather(0, n[:, None].expand(N, V)) ->  x[n], and backward likewise, if `of_heads`
@@ -88,7 +88,7 @@ def _joined(emit: Emitter, node: Node) -> Node | None:
 
 
 def _stacked(emit: Emitter, node: Node) -> Node | None:
-    """A stack, which torch spells as pieces one behind the other and a view of them."""
+    """A stack: in torch's graph, joined pieces and a view of them."""
     joined: Any = node.args[0]
     if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
         return None
@@ -100,7 +100,7 @@ def _stacked(emit: Emitter, node: Node) -> Node | None:
 
 
 def _overwritten(emit: Emitter, node: Node) -> Node | None:
-    """What is put among zeros, without what it replaces there."""
+    """The values put among zeros, without the replaced ones."""
     base = written_over(node)
     if base is None or base is node.args[0] or not is_zero(base):
         return None
@@ -126,7 +126,7 @@ def expand_operands(emit: Emitter, min_vocab: int) -> None:
 
 
 def _expand_operands_of(emit: Emitter, node: Node, rows: int) -> None:
-    """Of a node whose first dimensions are `rows`."""
+    """For a node with `rows` as its first dimensions."""
     shape = shape_of(node)
     for operand in node.all_input_nodes:
         if not isinstance(value(operand), torch.Tensor):
@@ -163,7 +163,7 @@ def _added_to_zero(emit: Emitter, node: Node) -> Node | None:
 
 
 def is_of_numbers(node: Node) -> bool:
-    """Whether a gather, or its backward, is one of rows by an index that is the same for all columns."""
+    """Is a gather, or its backward, one of rows, by an index equal in all columns?"""
     every, dim, index, *rows = node.args
     if not isinstance(index, Node) or index.target is not aten.expand.default:
         return False
@@ -194,7 +194,7 @@ def _by_numbers(emit: Emitter, node: Node) -> Node | None:
 
 
 def _of_joined(emit: Emitter, node: Node) -> Node | None:
-    """Rows that are joined, [n, V], by their numbers; or a sum of rows that are put, by the numbers of them all."""
+    """Joined rows, [n, V], by their numbers; or a sum of put rows, by the numbers of all of them."""
     if node.target is aten.cat.default and node.args[1:] in ((), (0,)) and rank_of(node) == 2:
         pieces: Any = node.args[0]
         parts = [taken(each) for each in pieces]
@@ -236,7 +236,7 @@ def _addends(node: Node) -> list[Node]:
 
 
 def _put_inside(node: Node) -> tuple[Node, Part | None]:
-    """The rows that `node` puts among zeros, be it one put in another, and which they are there."""
+    """The rows `node` puts among zeros, also by one put in another, and their places."""
     inner = node
     while (rows := under(inner, RESHAPES)).target in PUTS and (inside := rows_put(rows)):
         inner = inside
@@ -245,7 +245,7 @@ def _put_inside(node: Node) -> tuple[Node, Part | None]:
 
 
 def _joined_of(pieces: Sequence[Node]) -> Node | None:
-    """[n, V], whose rows these slices are, each row of one."""
+    """[n, V] with these slices as its rows, one each."""
     if any(each.target is not aten.slice.Tensor or len(each.args) != 4 for each in pieces):
         return None
     joined, bounds = pieces[0].args[0], [each.args[1:] for each in pieces]

@@ -1,4 +1,4 @@
-"""The outcome of `by_rows`, as the report has it: heads that are never whole, loops, refusals.
+"""The outcome of `by_rows` for the report: heads never materialised, loops, refusals.
 
 Entry point: `told_of`, of one region; `RowsOutcome` adds them up.
 """
@@ -24,14 +24,14 @@ __all__ = ["Head", "Looped", "RowsOutcome", "saved_bytes", "told_of", "why_whole
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Logits that a matmul makes, never whole.
+    """Logits of a matmul, never materialised in full.
 
     Attributes:
         source: the user's line of the matmul.
         shape: of all logits, symbolic sizes as text.
         forward, backward: [rows, columns] of a chunk for the sizes that the graph was traced with; None where that
             stage makes none.
-        waits: why forward does not make the gradient that backward makes, or nothing.
+        waits: the reason to compute the gradient in backward, or nothing.
         early: forward makes the gradient.
         piece: one chunk holds them; the program has several such heads.
     """
@@ -69,12 +69,12 @@ class Looped:
     Attributes:
         source: the user's line of the first wide value.
         chunks: their number for the sizes that the graph was traced with.
-        values: wide values of which there is a chunk at a time.
-        others: of these, values that are neither a head's logits nor what a fused operator makes of them.
+        values: wide values existing one chunk at a time.
+        others: of these, values other than a head's logits and their fused values.
         backward: the loop runs in backward.
         columns: the chunks are of columns.
-        nodes: targets and lines of the user's nodes that the loop computes.
-        whole: results of a loop of forward that are as large as all chunks.
+        nodes: targets and lines of the user's nodes in the loop.
+        whole: results of a forward loop as large as all chunks.
     """
 
     source: str
@@ -100,8 +100,8 @@ class RowsOutcome:
     """What `by_rows` did; with `loops == ()` no loop was made, and arithmetic may work on fewer rows.
 
     Attributes:
-        left: full-vocabulary values that the graph still computes as a whole, results of loops not counted.
-        saved_bytes: of full-vocabulary values that backward would have read.
+        left: full-vocabulary values still computed in full, without results of loops.
+        saved_bytes: of full-vocabulary values backward would have read.
         one_chunk: a loop would have one chunk only, so none was made.
     """
 
@@ -117,7 +117,7 @@ class RowsOutcome:
         return any(each.early for each in self.heads)
 
     def then(self, later: RowsOutcome) -> RowsOutcome:
-        """What was done to two regions of one graph."""
+        """The outcome of two regions of one graph."""
         return RowsOutcome(
             self.loops + later.loops,
             self.heads + later.heads,
@@ -211,7 +211,7 @@ def _is_other(node: Node) -> bool:
 
 
 def why_whole(graph: Graph, regions: Iterable[Region], heads: Iterable[Node]) -> list[Rejection]:
-    """Why logits that fused operators read are still materialised in full."""
+    """The reason fused operators still read logits materialised in full."""
     inside = {node: region for region in regions for node in region.steps}
     found = []
     for node in heads:
@@ -227,7 +227,7 @@ def why_whole(graph: Graph, regions: Iterable[Region], heads: Iterable[Node]) ->
 
 
 def _why(region: Region) -> str:
-    """The reader outside of `region` for which its logits are whole."""
+    """The reader outside `region` needing its logits in full."""
     for node in filter(region.made_wide, region.steps):
         for user in node.users:
             if user.op == "output":
@@ -240,7 +240,7 @@ def _why(region: Region) -> str:
 
 
 def saved_bytes(graph: Graph, region: Region) -> int:
-    """Of wide values that forward makes and backward reads."""
+    """Of wide values made in forward and read in backward."""
     late: Iterable[Node] = filter(is_backward, graph.nodes)
     read = {under(each, VIEWS) for reader in late for each in reader.all_input_nodes}
     kept = [node for node in read if region.made_wide(node) and not is_backward(node)]
