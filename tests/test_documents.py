@@ -13,7 +13,9 @@ import torch
 import slime_compile
 import slime_compile.ops  # registers them
 from fx_passes import pipeline
+from slime_compile import __main__
 from slime_compile.backend.options import Options
+from slime_compile.dry_run import command
 from tests.support import prose
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,11 @@ def test_public_docstrings_are_easy_to_read(name: str) -> None:
     ]
     text = re.sub(r"^ +", "", "\n".join(filter(None, texts)), flags=re.M)
     assert prose.density(text) < 1.5 or sum(w in prose.PRONOUNS for w in prose.words_of(text)) <= 1
+
+
+@pytest.mark.parametrize("read", [Options, __main__, command], ids=lambda read: read.__name__)
+def test_options_and_help_are_easy_to_read(read: object) -> None:
+    assert prose.density(inspect.getdoc(read) or "") < 1.5
 
 
 def is_documented(member: object) -> bool:

@@ -90,7 +90,7 @@ class DeferHandle:
     Attributes:
         name: the module's name in the model.
         module: the head.
-        places: lines at which eager code computed the full logits.
+        places: lines of eager code computing the full logits.
     """
 
     def __init__(self, name: str, module: nn.Module, in_eval: bool = False) -> None:

@@ -289,8 +289,8 @@ class DeferredLogits:
 def with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `function`: it gets tensors in place of lazy logits.
 
-    For a loss with an `autograd.Function` (such as vocabulary-parallel ones) that you cannot edit. Under torch.compile
-    the matmul is still in the graph.
+    For a loss you cannot edit, with an `autograd.Function` inside (such as vocabulary-parallel ones). Under
+    torch.compile the matmul is still in the graph.
 
     Examples:
         >>> loss_fn = torch.compile(slime_compile.with_tensors(loss_fn), backend="slime_fused")

@@ -1,8 +1,8 @@
 """`slime-compile explain FILE.py:FUNCTION` and `slime-compile estimate FILE.py:FUNCTION`: dry runs.
 
-The inputs come from `example_inputs()` in the file, which returns a tuple of arguments, or that tuple and a dict of
-keyword arguments. Or they come from `--inputs`, one word per argument: `dtype[sizes]` is a tensor, "grad:" before it
-makes it require grad, `name=` makes it a keyword argument; any other word is a number or a string.
+The inputs come from `example_inputs()` in the file: it returns a tuple of arguments, or a pair of such a tuple and a
+dict of keyword arguments. Or they come from `--inputs`, one word per argument: `dtype[sizes]` is a tensor, "grad:"
+before it makes it require grad, `name=` makes it a keyword argument; any other word is a number or a string.
 
     slime-compile explain loss.py:loss_fn --inputs "grad:f32[205280,76032] i64[205280] temperature=0.7"
 

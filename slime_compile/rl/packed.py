@@ -42,7 +42,7 @@ def shifted_targets(tokens: Sequence[Tensor], packing: Packing, *, fill: int = 0
     Args:
         tokens: per sample, `[total_length]` integer: the whole sample on every rank, as a row's
             target may be on another.
-        packing: where the samples lie.
+        packing: the positions of the samples.
         fill: target of rows without one: a sample's last position and padding. The default
             is a valid token, for a gather; use -100 for `F.cross_entropy`.
 
@@ -107,7 +107,7 @@ def split_response_rows(values: Tensor, packing: Packing) -> list[Tensor]:
 
     Args:
         values: `[response rows on this rank, ...]`, any dtype.
-        packing: where the samples lie.
+        packing: the positions of the samples.
 
     Raises:
         ValueError: `values` has another number of rows.
@@ -130,7 +130,7 @@ def split_responses(values: Tensor, packing: Packing) -> list[Tensor]:
 
     Args:
         values: `[packing.local_rows, ...]`, any dtype, for instance log-probs.
-        packing: where the samples lie.
+        packing: the positions of the samples.
 
     Returns:
         Per sample `[response rows on this rank, ...]`. An empty one is a slice of `values` too: it
@@ -153,7 +153,7 @@ def join_responses(values: Sequence[Tensor], packing: Packing, *, fill: float = 
     Args:
         values: per sample, `[response rows on this rank]`, one dtype and device, for instance old
             log-probs or advantages.
-        packing: where the samples lie.
+        packing: the positions of the samples.
         fill: value of rows predicting no response token.
 
     Returns:
@@ -186,7 +186,7 @@ def row_temperature(
 
     Args:
         temperatures: of the rollout, per sample, above 0; as a tensor, [samples].
-        packing: where the samples lie.
+        packing: the positions of the samples.
         logits: floating; only device and dtype are read.
 
     Returns:
@@ -250,7 +250,7 @@ def packed_log_probs(
         logits: `[1, T, V]` or `[T, V]` (`"thd"`), `[B, S, V]` (`"bshd"`); any floating dtype. With a
             `group`, this rank's columns of them.
         tokens: per sample, `[total_length]` integer, see `shifted_targets`.
-        packing: where the samples lie.
+        packing: the positions of the samples.
         temperature: divides the logits; one number (or a tensor without dimensions), or one per sample.
         with_entropy: whether to return the entropies.
         entropy_grad: whether the entropies carry a gradient.
