@@ -39,7 +39,8 @@ class Places:
         self.counts[place] += 1
         if self.counts[place] == 1 and torch.is_grad_enabled():
             _log.warning(
-                "deferred logits of %s are computed in full at %s, outside torch.compile",
+                "deferred logits of %s are computed in full at %s, outside torch.compile; "
+                "compile the function with this line, and they stay lazy",
                 self.head,
                 place,
             )

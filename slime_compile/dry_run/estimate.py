@@ -72,6 +72,9 @@ def estimate_peak(
 ) -> Estimate:
     """The peak memory of `torch.compile(fn, backend="slime_fused", options=options)(*args, **kwargs)` and its backward.
 
+    Exception: an upper bound if inductor computes a part of the loss element by element, because the estimate counts
+    these values as tensors.
+
     Args:
         fn: a function or module, as for `slime_compile.explain`. Backward runs from all outputs requiring grad, to
             the arguments requiring grad and to the parameters `fn` reads, of a module or captured by a closure.

@@ -199,7 +199,8 @@ def test_computed_once_and_reported_once(tokens: Tensor, caplog: pytest.LogCaptu
     assert dict(handle.places.counts) == {place: 2}
     (told,) = [r.getMessage() for r in caplog.records if r.name.startswith("slime_compile")]
     assert told == (
-        f"deferred logits of lm_head are computed in full at {place}, outside torch.compile"
+        f"deferred logits of lm_head are computed in full at {place}, outside torch.compile; "
+        "compile the function with this line, and they stay lazy"
     )
     assert str(handle).splitlines() == [
         "logits of lm_head: returned 2 times in eager code without being computed "
