@@ -162,6 +162,8 @@ _lock = threading.RLock()
 class _Compiled:
     """Compiled at the first call, for these layouts and any number of rows but one.
 
+    Inductor may decide by the number of rows that it is shown; where its decision is wrong, there is further code.
+
     Some bodies overwrite a tensor they read, and inductor cannot compile them: the result is then copied over it.
     """
 
@@ -198,20 +200,24 @@ class _Compiled:
         results = (steps.written, steps.returned, steps.over)
         key = repr((self.text, results, tuple(chunk.sizes), of_rows, whole, device))
         with _lock:
-            if key not in _kept:
-                _kept[key] = self._compiled(chunk)
-            return _kept[key]
+            found = _kept.setdefault(key, [])
+            for each in found:
+                if each.holds(chunk.count):
+                    return each.run
+            found.append(self._compiled(chunk))
+            return found[-1].run
 
-    def _compiled(self, chunk: Chunk) -> Callable[..., Any] | None:
+    def _compiled(self, chunk: Chunk) -> _Code:
         from slime_compile.torch_private import compile_fx  # slow to import
 
+        shapes, rows, given = _symbolic(chunk)
         try:
-            made: Any = compile_fx(self._module(chunk), _symbolic(chunk))
+            made: Any = compile_fx(self._module(chunk), given)
+            return _Code(made, rows, shapes.guards)
         except Exception as error:
             if self.steps.over is None:
                 _log_failure(f"{type(error).__name__}: {error}")
-            return None
-        return made
+            return _Code(None)
 
     def _read_before(self, at: int, first: int) -> list[int]:
         """The values to compute before step `at` overwrites what they are computed from.
@@ -258,11 +264,30 @@ class _Compiled:
         return GraphModule(torch.nn.Module(), graph)
 
 
-_kept: dict[str, Callable[..., Any] | None] = {}
+@dataclass(frozen=True)
+class _Code:
+    """A compiled body.
+
+    Attributes:
+        run: None if inductor cannot compile it.
+        rows: the symbol of the number of rows.
+        guards: what inductor decided by the number of rows of the first chunk.
+    """
+
+    run: Callable[..., Any] | None
+    rows: Any = None
+    guards: Sequence[Any] = ()
+
+    def holds(self, count: int) -> bool:
+        """Whether it may run with so many rows."""
+        return all(guard.expr.subs(self.rows, count) for guard in self.guards)
 
 
-def _symbolic(chunk: Chunk) -> list[Tensor]:
-    """Fake tensors with the layouts of the chunk's; their number of rows is one symbol."""
+_kept: dict[str, list[_Code]] = {}
+
+
+def _symbolic(chunk: Chunk) -> tuple[ShapeEnv, Any, list[Tensor]]:
+    """The symbol of the number of rows, and fake tensors with the layouts of the chunk's and so many rows."""
     shapes = ShapeEnv()
     source = ConstantSource("rows")
     symbol = shapes.create_symbol(chunk.count, source, DimDynamic.DYNAMIC, constraint_dim=None)
@@ -277,7 +302,7 @@ def _symbolic(chunk: Chunk) -> list[Tensor]:
 
         of_rows = [like(each, rows) for each in chunk.rows]
         whole = [like(each) for each in chunk.whole]
-        return [*of_rows, *whole, *(like(each, rows) for each in chunk.out)]
+        return shapes, symbol, [*of_rows, *whole, *(like(each, rows) for each in chunk.out)]
 
 
 @functools.cache

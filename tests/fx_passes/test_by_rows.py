@@ -632,6 +632,27 @@ def test_what_a_gradient_comes_after() -> None:
     assert row_body._Compiled("", told)._read_before(6, 2) == [3, 4]
 
 
+def test_code_runs_for_the_numbers_of_rows_that_it_is_right_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor decides some things by the number that it is shown, and guards what it took for granted."""
+    shown: list[int] = []
+
+    def compile_fx(module: torch.nn.Module, given: list[Tensor]) -> Callable[..., Any]:
+        rows = given[0].shape[0]
+        is_even = bool(rows % 2 == 0)
+        shown.append(rows.node.hint)
+        return lambda *_: [torch.tensor(is_even)]
+
+    monkeypatch.setattr("slime_compile.torch_private.compile_fx", compile_fx)
+    monkeypatch.setattr(row_body, "_kept", {})
+    steps = row_body.Steps((("aten.sum.dim_IntList", [{"v": 0}, [0]], {}),), (), (1,))
+    for count in (4, 6, 5, 7, 8):
+        chunk = row_body.Chunk([torch.zeros(count, 3)], [], (), [])
+        assert row_body._Compiled("", steps)(chunk)[1] == (count % 2 == 0)
+    assert shown == [4, 5]
+
+
 def test_a_gradient_that_the_program_clips_waits(graphs: list[Graph]) -> None:
     """What is not linear in the loss's gradient is made for the number that backward brings."""
 
