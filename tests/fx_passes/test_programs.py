@@ -97,6 +97,10 @@ def test_inlined_programs(record_property: Record) -> None:
 
 IN_FORWARD = {"chunk_rows": 1, "grad_in_forward": "always"}
 IN_BACKWARD = {"chunk_rows": 2, "grad_in_forward": "never"}
+LATE_IN_FORWARD = {"chunk_rows": 2, "grad_in_forward": "always", "late": True}
+LATE_IN_BACKWARD = {"chunk_rows": 3, "grad_in_forward": "never", "late": True}
+INDUCTOR = {"inner": "inductor", "late": False}
+"""Of a chunk of one row nothing is compiled: these have more."""
 
 
 @pytest.mark.parametrize(
@@ -104,8 +108,14 @@ IN_BACKWARD = {"chunk_rows": 2, "grad_in_forward": "never"}
     [
         (0, 10, IN_FORWARD),
         (10, 10, IN_BACKWARD),
+        (20, 10, LATE_IN_FORWARD),
+        (30, 10, LATE_IN_BACKWARD),
         pytest.param(100, 30, IN_FORWARD | {"chunk_rows": 4}, marks=pytest.mark.thorough),
         pytest.param(200, 30, IN_BACKWARD | {"dynamic": True}, marks=pytest.mark.thorough),
+        pytest.param(300, 60, LATE_IN_FORWARD | {"dynamic": True}, marks=pytest.mark.thorough),
+        pytest.param(400, 60, LATE_IN_BACKWARD, marks=pytest.mark.thorough),
+        pytest.param(500, 12, LATE_IN_FORWARD | INDUCTOR, marks=pytest.mark.thorough),
+        pytest.param(520, 12, LATE_IN_BACKWARD | INDUCTOR, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -191,7 +201,10 @@ def test_thousands_of_programs_that_return_logits(
         (1, 1000, IN_BACKWARD),
         (2, 500, IN_FORWARD | {"chunk_rows": 2, "dynamic": True}),
         (3, 500, IN_BACKWARD | {"chunk_rows": 4, "dynamic": True}),
-        (4, 50, IN_FORWARD | {"inner": "inductor"}),
+        (4, 50, LATE_IN_FORWARD | INDUCTOR),
+        (5, 50, LATE_IN_BACKWARD | INDUCTOR),
+        (6, 1000, LATE_IN_FORWARD),
+        (7, 1000, LATE_IN_BACKWARD),
     ],
     ids=str,
 )

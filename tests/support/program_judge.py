@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 import slime_compile
 from tests.support import harness
+from tests.support.late import late
 from tests.support.program_compare import EXPONENTIALS, compare
 from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
 from tests.support.program_memory import Sharing, apart_from, sharing
@@ -383,6 +384,7 @@ class Judge:
         ranks, shard: how many ranks judge the program together, and which one's x and y these are.
         chunk_rows: so many rows of the logits that a head makes are there at a time; 0 for the option's default.
         grad_in_forward, inline_below: options of the backend.
+        late: element-wise values are computed as late as inductor may.
     """
 
     inner: str = "aot_eager"
@@ -394,6 +396,7 @@ class Judge:
     chunk_rows: int = 0
     grad_in_forward: str = "auto"
     inline_below: int = 0
+    late: bool = False
 
     def judge(self, program: Program) -> Verdict:
         logging.disable(logging.ERROR)  # torch tells of every program that it fails on
@@ -416,7 +419,8 @@ class Judge:
         earlier = len(slime_compile.reports())
         with self.in_chunks(program.spec) as chunked:
             how = {"backend": "slime_fused", "options": options | chunked}
-            ours = self.compared(program, fn, eager, **how)
+            with late() if self.late else contextlib.nullcontext():
+                ours = self.compared(program, fn, eager, **how)
         kind = ours.kind
         report = harness.merged(slime_compile.reports()[earlier:])
         reasons = tuple(dict.fromkeys(r["reason"] for r in report["rejections"]))

@@ -175,7 +175,7 @@ def generate(seed: int, spec: Spec | None = None, collectives: bool = False) -> 
 def over_a_head(seed: int) -> Program:
     """A program of a seed whose logits a matmul makes, of finite numbers."""
     rng = random.Random(f"head {seed}")
-    dtype = rng.choice(["float32", "float32", "float64"])
+    dtype = rng.choice(["float32", "float32", "float64", "bfloat16", "float16"])
     spec = Spec(
         lead=rng.choice(OVER_HEADS),
         vocab=rng.choice([6, 7, 9, 33]),
