@@ -48,8 +48,8 @@ from fx_passes.rows.columns import by_columns
 from fx_passes.rows.early import tangent_of
 from fx_passes.rows.emission import Emission, Plan
 from fx_passes.rows.fewer import work_on_parts
-from fx_passes.rows.gathers import gather_of_all
 from fx_passes.rows.loops import Loop, loops_of
+from fx_passes.rows.of_all import read_all
 from fx_passes.rows.parts import Part, put
 from fx_passes.rows.region import Region, regions_of
 from fx_passes.rows.samples import compute_together
@@ -122,7 +122,7 @@ def _dtypes(graph: Graph) -> list[torch.dtype]:
 def _by_rows(graph: Graph, config: RowsConfig, fake_mode: FakeTensorMode) -> RowsOutcome:
     outcome = RowsOutcome()
     work_on_parts(graph, config.min_vocab)
-    gather_of_all(graph, config.min_vocab, fake_mode)
+    read_all(graph, config.min_vocab, fake_mode)
     if _heads(graph, config):
         compute_together(graph, config.min_vocab, fake_mode)
     pieces = _pieces(graph, config)

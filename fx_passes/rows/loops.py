@@ -52,9 +52,15 @@ class Loop:
 
         Exception: the softmax kept for backward under `save="softmax"`.
         """
-        shown = {under(node, SHOWN) for node in self.results} | self.results.keys()
+        shown = self.handed_out
         made = [node for node in self.body if self.region.made_wide(node) and node not in shown]
         return [node for node in made if isinstance(value(node), Tensor) and not _is_kept(node)]
+
+    @property
+    def handed_out(self) -> set[Node]:
+        """The results, and what wide ones show; of a few columns the loop writes a copy."""
+        wide = filter(self.region.is_wide, self.results)
+        return {under(node, SHOWN) for node in wide} | self.results.keys()
 
     @property
     def sum_bytes(self) -> int:

@@ -157,7 +157,7 @@ def told_of(
 ) -> RowsOutcome:
     """Of the loops of `region`."""
     chunks: dict[Node, dict[bool, tuple[int, int]]] = {}
-    handed_out = {under(node, SHOWN) for loop in loops for node in loop.results}
+    handed_out = {node for loop in loops for node in loop.handed_out}
     for loop, each in zip(loops, sizes, strict=True):
         for node in filter(_is_head, loop.body.keys() - handed_out):
             if region.made_wide(node):

@@ -340,6 +340,41 @@ def test_parts_that_meet(name: str, dtype: torch.dtype, graphs: list[Graph]) -> 
     assert [whole(graph) for graph in graphs] == [[] for _ in graphs]
 
 
+def _beside_statistics(numbers: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Beside log-probs, as trainers write them: a logsumexp for each sample, over all rows for `fuse`."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        z = (hidden @ weight.t()).view(4, 11, VOCAB)[:, :-1]
+        target = torch.arange(40).view(4, 10)
+        chosen = z.gather(-1, target[..., None]).squeeze(-1)
+        log_p = chosen - torch.stack([each.logsumexp(-1) for each in z])
+        with torch.no_grad():
+            found = numbers(z, target).float()
+        return (log_p * (1 + found)).mean()
+
+    return loss
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "argmax": lambda z, t: z.argmax(-1) == t,
+    "argmax, kept": lambda z, t: z.argmax(2, keepdim=True).squeeze(-1) == t,
+    "of each sample": lambda z, t: torch.stack([each.argmax(-1) for each in z]) == t,
+    "several": lambda z, t: z.topk(3, -1).values.sum(-1) / z.topk(2, -1).indices.sum(-1),
+    "a largest probability": lambda z, t: z.softmax(-1).max(-1).values,
+    "with numbers per row": lambda z, t: (z / (1 + t[..., None])).sigmoid().amax(-1),
+    "with a row for all": lambda z, t: (z * torch.linspace(0, 1, VOCAB)).argmin(-1),
+    "columns": lambda z, t: z[..., :3].sum(-1) + z[..., [5, 2]].prod(-1),
+    "twice": lambda z, t: z.argmax(-1) + z[:, 2:].argmax(-1).sum() + z[:, :5].argmin(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_a_part_beside_statistics_of_all(name: str) -> None:
+    check(_beside_statistics(NUMBERS[name]), _heads())
+    report = slime_compile.reports()[-1].to_dict()
+    assert (report["stored"], list(report["rejections"])) == (0, [])
+
+
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "other rows": lambda x: _apart(x[:-1], x[1:]),
     "of other lengths": lambda x: _apart(x[:20], x[20:40]) + x[40:].square().mean(),
