@@ -17,7 +17,6 @@ from fx_passes.rules.pointwise import normal, times
 from fx_passes.rules.row_moves import permute_dims
 from fx_passes.walk.columns import index_node
 from fx_passes.walk.context import Context
-from fx_passes.walk.known import Weighted
 from fx_passes.walk.near import is_centered, near
 from fx_passes.walk.results import (
     EXPECTED,
@@ -152,7 +151,7 @@ def _exp_sum(c: Context, form: Form, term: Exp) -> Poly:
     mass = c.mass(stats.max - term.shift, stats.log_sum, form.x, top - term.shift)
     if term.b.is_zero:
         return Poly.atom(mass) * term.a
-    return Poly.atom(c.weighted(Weighted(mass, weighted)))
+    return Poly.atom(c.weighted(mass, weighted))
 
 
 def _columns_sum(c: Context, form: Form, hot: OneHot) -> Poly:

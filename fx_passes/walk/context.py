@@ -33,7 +33,6 @@ from fx_passes.graph.per_row import exchanges, numbers_per_row
 from fx_passes.outcome import FuseConfig
 from fx_passes.refused import Refused
 from fx_passes.torch_private import FakeTensorMode
-from fx_passes.walk.known import Weighted
 from fx_passes.walk.results import Result, RowValue
 from fx_passes.walk.roots import Roots
 from fx_passes.walk.row_scalars import RowRule, RowScalars
@@ -229,16 +228,17 @@ class Context:
         """exp(height + log_sum), a row's sum of exponentials over `x`; `exact` is how the height is computed."""
         return self.rows.mass(height, log_sum, compute_dtype(x), x, exact)
 
-    def weighted(self, row: Weighted) -> Node:
-        """In one piece: a mass that overflows would cancel against its negative in the sum of its products."""
-        mass, number, dtype = row.mass, row.number, value(row.mass).dtype
+    def weighted(self, mass: Node, number: Poly) -> Node:
+        """A row's sum of exponentials times a number; 0 if the sum is 0, whatever the number is.
+
+        In one piece: a mass that overflows would cancel against its negative in the sum of its products.
+        """
+        dtype = value(mass).dtype
         null = self.emitter.call(aten.eq.Scalar, mass, 0)
         zero = self.rows.emit_node(ZERO, dtype, mass)
         product = self.emitter.call(aten.mul.Tensor, mass, self.rows.emit_node(number, dtype, mass))
         product = self.rows.zero_where_placed(number.common(), product)
-        node = self.emitter.where(null, zero, product)
-        self.rows.tell(node, weighted=row)
-        return node
+        return self.emitter.where(null, zero, product)
 
     # -- sizes -----------------------------------------------------------------------------------
 

@@ -22,13 +22,6 @@ class Guarded(NamedTuple):
     by: Poly
 
 
-class Weighted(NamedTuple):
-    """A row's sum of exponentials times a number; 0 if the sum is 0, whatever the number is."""
-
-    mass: Node
-    number: Poly
-
-
 @dataclass(frozen=True)
 class RowFact:
     """Facts about one node.
@@ -40,9 +33,6 @@ class RowFact:
         nothing: it is 0 or NaN.
         guarded: it is a product in which a factor of 0 removes NaN and infinities of the others.
         exponent: it is a row's sum of exponentials, and the exponential of this polynomial.
-        weighted: it is such a product.
-        group: the group on whose ranks it is equal.
-        own: it is the sum over all ranks of sums of exponentials; this is the own rank's.
     """
 
     logits: Node | None = None
@@ -51,9 +41,6 @@ class RowFact:
     nothing: bool = False
     guarded: Guarded | None = None
     exponent: Poly | None = None
-    weighted: Weighted | None = None
-    group: object = None
-    own: Node | None = None
 
 
 class Known:

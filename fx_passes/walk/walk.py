@@ -205,7 +205,7 @@ class Walk:
     def _receive(self, wait: Node) -> Node:
         """Numbers per row from other ranks: the program's, or their replacement."""
         merged = self.context.config.merge_collectives
-        stands_in = exchanged(self.context, wait, self.account.row_values) if merged else None
+        stands_in = exchanged(self.context, wait) if merged else None
         if stands_in is None:
             return self._plain(wait)
         self.account.replacements[wait] = stands_in
