@@ -41,7 +41,7 @@ _REPEATED = re.compile(
 )
 """Reasons for tracing a frame anew other than graph breaks: numbers that become tensors, sizes that vary."""
 
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+(?=$| \()")
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_(\d+)(?=$| \()")
 _TORCH = str(Path(torch.__file__).parent)
 
 _seen: dict[tuple[Frame, float], None] = {}
@@ -161,7 +161,7 @@ def _left_to_python(metrics: Iterable[Any]) -> list[tuple[Frame, float]]:
         code = _frame_number(each.compile_id)
         if each.co_name:
             start = _place(each.co_filename, each.co_firstlineno)
-            names[code] = (function_of(each.co_name), start)
+            names[code] = (_RESUMED.sub(r"\1 from line \2 on", each.co_name), start)
         if each.fail_type in _SOFT_FAILURES:
             name, start = names.get(code, ("a frame", "unknown place"))
             if _is_torchs(start):

@@ -680,11 +680,12 @@ def test_a_graph_whose_compilation_raised_is_none_from_a_cache() -> None:
     known = len(slime_compile.reports())
     compiled = torch.compile(chosen_by_a_mask, backend="slime_fused", options=INTERPRETED)
     compiled(*data())
-    said = [str(each) for each in slime_compile.reports()[known:]]
-    raised = [
-        each for report in slime_compile.reports()[known:] for each in report.graphs if each.raised
-    ]
+    found = slime_compile.reports()[known:]
+    said = [str(each) for each in found]
+    raised = [each for report in found for each in report.graphs if each.raised]
     assert raised
+    in_python = [frame.name for report in found for frame in report.python_frames]
+    assert [re.sub(r"\d+", "N", name) for name in in_python] == ["chosen_by_a_mask from line N on"]
     assert "DynamicOutputShapeException" in raised[0].notes[0]
     assert not any("from torch's compile cache" in each for each in said)
     assert not any("everything runs in Python" in each for each in said)
