@@ -165,7 +165,7 @@ class Program:
 
     def _shown(self, at: tuple[str, int]) -> tuple[str, int]:
         """The value below its views."""
-        while at[0] == "step" and self.steps[at[1]][0] in _VIEWS:
+        while at[0] == "step" and self.steps[at[1]][0] in _VIEWS | {"getitem"}:
             at = self.steps[at[1]][1][0]["v"]
         return at
 

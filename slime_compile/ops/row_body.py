@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fx_passes.rows.program import values_read
 from slime_compile.torch_private import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
@@ -240,6 +240,13 @@ class _Compiled:
             depends & set().union(self.steps.written, self.steps.returned, *reads[at + 1 :])
         )
 
+    def _tensors(self, graph: Graph, place: int, node: Node) -> list[Node]:
+        """The tensors of a step's result that others read; a maximum with its index are two."""
+        read = [
+            args[1] for n, args, _ in self.steps.steps if n == "getitem" and args[0]["v"] == place
+        ]
+        return [graph.call_function(operator.getitem, (node, part)) for part in read] or [node]
+
     def _module(self, chunk: Chunk) -> GraphModule:
         """The steps as a graph of ATen operators, over any number of rows."""
         graph, first = Graph(), len(chunk.given)
@@ -252,7 +259,8 @@ class _Compiled:
                 keywords["device"] = chunk.rows[0].device
             positional = tuple(_argument(arg, values, chunk.sizes, count) for arg in args)
             if name in _OVER:
-                keywords["after"] = [values[place] for place in self._read_before(at, first)]
+                before = self._read_before(at, first)
+                keywords["after"] = [n for p in before for n in self._tensors(graph, p, values[p])]
             made = graph.call_function(function_of(name), positional, keywords)
             values[first + at] = positional[0] if name in _OVER else made
         for place, into in zip(self.steps.written, out, strict=True):

@@ -638,6 +638,16 @@ def test_a_gradient_that_does_not_overwrite(first: Any, later: Any, results: Any
     assert program.steps[2][0] == "slime_fused.row_grad_.default"
 
 
+def test_a_gradient_does_not_overwrite_a_piece_that_is_read_later() -> None:
+    program = Program.__new__(Program)
+    split: list[Any] = ["aten.split.Tensor", [_value("step", 0), 80, 1], {}]
+    piece: list[Any] = ["getitem", [_value("step", 2), 0], {}]
+    later: list[Any] = ["aten.exp.default", [_value("step", 3)], {}]
+    program.steps, program.results = [MATMUL, VIEW, split, piece, GRADIENT, later], []
+    program._write_over_logits(("step", 4))
+    assert program.steps[4] is GRADIENT
+
+
 def test_values_of_logits_are_computed_before_the_gradient_overwrites_them() -> None:
     """Inductor computes an element-wise value at its reader's place, which may come after the gradient's."""
 
