@@ -109,17 +109,18 @@ class _Late:
     kwargs: Any
     stored: list[Any] = field(default_factory=list)
 
-    def now(self, store: bool = False) -> Any:
+    def now(self, store: bool = False, deep: bool = False) -> Any:
+        """With `deep`, what it is computed of is stored, too."""
         if self.stored:
             return self.stored[0]
-        found = self.function(*_now(self.args), **_now(self.kwargs))
+        found = self.function(*_now(self.args, deep, deep), **_now(self.kwargs, deep, deep))
         if store:
             self.stored.append(found)
         return found
 
 
-def _now(values: Any, store: bool = False) -> Any:
-    return tree_map(lambda v: v.now(store) if isinstance(v, _Late) else v, values)
+def _now(values: Any, store: bool = False, deep: bool = False) -> Any:
+    return tree_map(lambda v: v.now(store, deep) if isinstance(v, _Late) else v, values)
 
 
 def _run(gm: GraphModule, given: Sequence[Any]) -> Any:
@@ -129,7 +130,9 @@ def _run(gm: GraphModule, given: Sequence[Any]) -> Any:
             continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "output":
-            return _now(args[0])
+            return _now(
+                args[0], store=True, deep=True
+            )  # results share memory as they do in eager code
         function = interpreted._function(gm, node)
         if _is_inlined(node):
             values[node] = _Late(function, args, kwargs)
