@@ -90,12 +90,12 @@ def _timed_passes() -> dict[str, float]:
     running: list[str] = []  # one calls another
 
     def timed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def called(graph: Any, *rest: Any) -> Any:
+        def called(graph: Any, *rest: Any, **keywords: Any) -> Any:
             spent["nodes"] = max(spent["nodes"], len(getattr(graph, "graph", graph).nodes))
             began = time.process_time()
             running.append(name)
             try:
-                return run(graph, *rest)
+                return run(graph, *rest, **keywords)
             finally:
                 running.pop()
                 spent["passes"] += 0.0 if running else time.process_time() - began

@@ -15,9 +15,12 @@ from bench.cases.losses import SPELLINGS, VARIANTS, Case, Problem, errors, truth
 from bench.cases.peers import PEERS
 from bench.cases.row_losses import LOSSES
 from bench.commands import loss, memory, readme, speed, speed_losses, stand_in
+from bench.commands.compile import _timed_passes
 from bench.measure import cells
 from bench.measure.cells import Store, finished, run_cells, write_table
 from bench.measure.measure import CellFailed, Step
+from slime_compile import backend
+from slime_compile.backend import inductor
 
 ROOT = Path(__file__).parents[2]
 ROWS, VOCAB = 70, 1030  # more than the truth takes at a time; more than min_vocab, and odd
@@ -237,3 +240,18 @@ print(torch.compile(lambda x: x + 1, backend="slime_fused", options={"inner": "a
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert result.stdout.strip() == "2.0", result.stderr
+
+
+def test_passes_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`bench compile` puts a clock around our code, whatever arguments the backend gives it."""
+    for home, name in ((backend, "new_record"), (backend, "prepare"), (inductor, "run_fuse"),
+                       (inductor, "_plan_inplace"), (inductor, "run_inplace")):  # fmt: skip
+        monkeypatch.setattr(home, name, getattr(home, name))  # put back at the end
+    spent = _timed_passes()
+    torch._dynamo.reset()
+    logits = torch.randn(8, 4096, requires_grad=True)
+    loss = torch.compile(torch.nn.functional.cross_entropy, backend="slime_fused")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    loss(logits * 1, torch.arange(8)).backward()
+    assert spent["passes"] > 0
+    assert spent["nodes"] > 3
