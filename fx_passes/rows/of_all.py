@@ -9,6 +9,7 @@ few numbers that no node reads. What several parts are given alike is read once,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_wide, rank_of, shape_of, value
+from fx_passes.graph.facts import hint, is_wide, rank_of, shape_of, value
 from fx_passes.graph.operators import MATMULS, SAME_ROWS, name_of, under
 from fx_passes.graph.order import tidy
-from fx_passes.graph.rows import Rows, Step, Whole, in_front, shape_of_value, step_of
+from fx_passes.graph.rows import (
+    COUNT,
+    NUMBERS,
+    Rows,
+    Step,
+    Whole,
+    in_front,
+    shape_of_value,
+    step_of,
+)
 from fx_passes.rows.parts import Part, span, taken
 from fx_passes.torch_private import FakeTensorMode
 
@@ -75,15 +85,18 @@ def _reader(node: Node, min_vocab: int) -> _Reader | None:
     part = taken(wide[0])
     if part is None or not _is_read_all(part.every):
         return None
-    block = in_front(rank_of(wide[0]) - 1)
+    block, shape = in_front(rank_of(wide[0]) - 1), shape_of_value(node)
     step = step_of(node, block)
-    if step is None or not block.fits(shape_of_value(node)):
+    if step is None or not block.fits(shape):
         return None
+    few = math.prod(map(hint, block.rest(shape))) < hint(shape_of(wide[0])[-1])
+    for_chunks = any(arg is COUNT or arg is NUMBERS for arg in tree_leaves(step.args))
     rows = [each for each in step.operands() if isinstance(each, Rows)]
     own = tuple(each.node for each in rows if each.node is not wide[0])
-    plain = all(isinstance(each, Rows) and each.block == block and not each.gap for each in rows)
+    plain = all(each.block == block and not each.gap for each in rows)
     flat = {arg for arg in step.args if isinstance(arg, Rows)} == set(rows)
-    return _Reader(node, part, step, own) if plain and flat else None
+    is_reader = few and plain and flat and not for_chunks
+    return _Reader(node, part, step, own) if is_reader else None
 
 
 def _is_apart(part: Part, others: Sequence[_Reader]) -> bool:

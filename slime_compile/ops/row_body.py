@@ -140,11 +140,17 @@ def _called(name: str, args: Any, kwargs: Any, values: Any, chunk: Chunk) -> Any
     return positional[0] if name in _OVER else made
 
 
+def _read_by(step: Any) -> set[int]:
+    """The values that a step reads."""
+    _, args, kwargs = step
+    return values_read([args, *kwargs.values()])
+
+
 def _last_reads(told: Steps, first: int) -> dict[int, list[int]]:
     """For each step, the values without readers after it, returned ones excepted."""
     last: dict[int, int] = {}
-    for at, (_, args, kwargs) in enumerate(told.steps):
-        for used in values_read(args) | values_read(list(kwargs.values())) | {first + at}:
+    for at, step in enumerate(told.steps):
+        for used in _read_by(step) | {first + at}:
             last[used] = at
     ends: dict[int, list[int]] = {}
     kept = {*told.returned, *(told.over or ())[:1]}
@@ -226,9 +232,7 @@ class _Compiled:
         overwrites the value's input: NOTE [Readers of the logits] in fx_passes/inplace.py.
         """
         steps = self.steps.steps
-        reads = [
-            values_read(args) | values_read(list(kwargs.values())) for _, args, kwargs in steps
-        ]
+        reads = list(map(_read_by, steps))
         root = steps[at][1][0]["v"]
         while root >= first and may_show(steps[root - first][0]):
             root = steps[root - first][1][0]["v"]

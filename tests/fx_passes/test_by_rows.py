@@ -365,6 +365,9 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "with a row for all": lambda z, t: (z * torch.linspace(0, 1, VOCAB)).argmin(-1),
     "columns": lambda z, t: z[..., :3].sum(-1) + z[..., [5, 2]].prod(-1),
     "twice": lambda z, t: z.argmax(-1) + z[:, 2:].argmax(-1).sum() + z[:, :5].argmin(-1).sum(),
+    "columns of others": lambda z, t: z.gather(-1, t[..., None].expand(4, 10, 7)).sum(-1),
+    "the last columns": lambda z, t: z[..., -1] + z[..., -3:].amax(-1) + z[..., [3, 3, -1]].sum(-1),
+    "masked": lambda z, t: z.masked_fill(z < 0, -math.inf).argmax(-1) + (z > 2).any(-1),
 }
 
 
@@ -373,6 +376,12 @@ def test_numbers_of_a_part_beside_statistics_of_all(name: str) -> None:
     check(_beside_statistics(NUMBERS[name]), _heads())
     report = slime_compile.reports()[-1].to_dict()
     assert (report["stored"], list(report["rejections"])) == (0, [])
+
+
+def test_a_part_in_another_shape_is_not_a_few_numbers() -> None:
+    """Pairs of columns: the last dimension is small, and a row has as many numbers as before."""
+    pairs = _beside_statistics(lambda z, t: z.reshape(4, 10, VOCAB // 2, 2).amax((-1, -2)))
+    check(pairs, _heads())  # strict: a pass that fails raises
 
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {

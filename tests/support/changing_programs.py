@@ -21,7 +21,7 @@ WRITES = (
     "{0}.set_({0} * 2)", "{0}.copy_({0} * 2)", "{}[1:].mul_(2)", "{0}[:1] = {0}[-1:]", "{}.view(-1)[3:].zero_()", "{}.t().mul_(2)",
     "Doubled.apply({})", "DoubledUnmarked.apply({})", "torch.clamp_({}, -0.5, 0.5)", "{}.__imul__(2)", "{}.unbind(0)[0].add_(1)",
     "nn.Hardtanh(-0.5, 0.5, inplace=True)({})", "{}.detach().neg_()", "checkpoint(lambda v: v.mul_(2).sum(), {}, use_reentrant=False)",
-    "{}.index_fill_(0, torch.tensor([0]), 0.5)", "torch.neg_({})", "{0}.addcmul_({0}, {0})", "{}.t_().t_()",
+    "{}.index_fill_(0, torch.tensor([0]), 0.5)", "torch.neg_({})", "{0}.addcmul_({0}, {0})", "{}.t_().t_()", "{}.resize_({}.shape)",
     "{}.register_hook(lambda grad: grad * 3)",
 )  # fmt: skip
 TARGETS = (
@@ -56,10 +56,7 @@ RETURNED = ("a", "b", "c", "a[1:]", "c[:2]", "h1", "beside", "tau1")
 """Logits with a gradient: where the caller writes to others that backward reads, autograd raises."""
 
 BREAKS = "Doubled.apply({})"
-"""Where it records no gradient Dynamo ends the graph, and what follows writes to logits that a graph has returned.
-
-`resize_` is not among `WRITES`: Dynamo ends the graph at each.
-"""
+"""Where it records no gradient Dynamo ends the graph, and what follows writes to logits that a graph has returned."""
 
 
 def changing(seed: int) -> Program:
