@@ -44,6 +44,7 @@ from fx_passes.graph.operators import (
     under,
 )
 from fx_passes.graph.order import ancestors, is_dead, tidy
+from fx_passes.graph.returned import Returned
 from fx_passes.graph.user_lines import source_of
 from fx_passes.refused import Refused
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, is_of_rows, rows_put, same_columns
@@ -74,7 +75,7 @@ def work_on_parts(
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None or (of_heads and not takes_of_heads(graph, min_vocab)):
         return 0, ()
-    emit = Emitter(graph, fake_mode)
+    emit, returned = Emitter(graph, fake_mode), Returned(graph)
     asked = [node for node in graph.nodes if _is_asked_for_size(node, min_vocab)]
     for node in graph.nodes:
         first = node if node in asked else emit.adopt(node)
@@ -91,6 +92,7 @@ def work_on_parts(
         if work.heads or not of_heads:
             work.put_last()
     tidy(graph)
+    returned.keep_apart(fake_mode, lambda node: is_wide(node, min_vocab))
     _make_in_forward(graph)
     return len(emit.created), tuple(work.notes())
 

@@ -17,8 +17,9 @@ from torch.fx import Graph, Node
 from fx_passes.algebra.arithmetic import TWO_LOGITS
 from fx_passes.algebra.forms import Form, Mask
 from fx_passes.algebra.poly import Poly
+from fx_passes.graph.aliases import Aliases
 from fx_passes.graph.changes import Changes
-from fx_passes.graph.facts import is_backward, is_float_tensor, same, shape_of, value
+from fx_passes.graph.facts import is_backward, is_float_tensor, is_wide, same, shape_of, value
 from fx_passes.graph.operators import (
     CASTS,
     COMPARISONS,
@@ -102,6 +103,9 @@ class Walk:
         self.barriers = barriers
         self.context = Context(graph, config, fake_mode, tables.row_scalars, only, changes)
         self.account = Account()
+        # the caller may write to returned logits: they do not stand for equal ones that backward reads
+        returned = Aliases(graph).of_outputs(graph)
+        self.returned = {node for node in returned if is_wide(node, config.min_vocab)}
 
     def run(self) -> None:
         nodes = list(self.graph.nodes)
@@ -200,7 +204,7 @@ class Walk:
     def _plain(self, node: Node) -> Node:
         """No affair of the pass: the node stays, and so do its operands."""
         self._keep_operands(node)
-        return self.context.emitter.adopt(node)
+        return node if node in self.returned else self.context.emitter.adopt(node)
 
     def _receive(self, wait: Node) -> Node:
         """Numbers per row from other ranks: the program's, or their replacement."""

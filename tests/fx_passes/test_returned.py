@@ -15,6 +15,7 @@ from bench.measure.measure import profiled_peak
 from tests.support import harness
 
 ROWS, VOCAB = 6, 41
+HEAD = torch.linspace(-1, 1, 8 * VOCAB).view(8, VOCAB)
 
 
 def token(log_probs: Tensor, target: Tensor) -> Tensor:
@@ -135,8 +136,23 @@ def parts_of_logits(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, 
     return token(made.log_softmax(-1), target), made.detach()[1:4], made.detach()[2:5]
 
 
+def parts_of_equal_heads(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The same rows of the same logits, each time multiplied anew."""
+    hidden = x[:, :8]
+    return (hidden * 1 @ HEAD)[1:], (hidden * 1 @ HEAD)[1:]
+
+
+def logits_of_an_equal_head(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Backward reads the other product."""
+    hidden = x[:, :8]
+    returned = (hidden * 1 @ HEAD).detach()
+    return token((hidden * 1 @ HEAD).log_softmax(-1), target), returned
+
+
 FUNCTIONS = (
     parts_of_logits,
+    parts_of_equal_heads,
+    logits_of_an_equal_head,
     one_column_by_two_ways,
     a_threshold,
     a_part_of_a_mixture,
