@@ -555,6 +555,15 @@ def temperature_of_batches(logits: Tensor, temperature: Tensor, target: Tensor) 
     return -_at(log_p, target).mean() + 0.01 * (log_p.exp() * log_p).sum(-1).mean()
 
 
+def floor_of_batches(logits: Tensor, temperature: Tensor, target: Tensor) -> Tensor:
+    """Log-probs, with uniform noise of another level in each sequence."""
+    log_p = _log(logits).unflatten(0, (4, -1))
+    noise = -5 * temperature[:4].view(-1, 1, 1)
+    larger = torch.maximum(log_p, noise)
+    mixed = larger + ((log_p - larger).exp() + (noise - larger).exp()).log()
+    return -_at(mixed.flatten(0, 1).log_softmax(-1), target).mean()
+
+
 def padding_cut(logits: Tensor, teacher: Tensor) -> Tensor:
     p, q = _log(logits[..., :-LAST]), _log(teacher[..., :-LAST])
     return (p.exp() * (p - q)).sum(-1).mean()

@@ -17,7 +17,15 @@ import torch
 from torch.fx import Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import is_wide, rank_of, same, same_shape, shape_of, value, wide_nodes
+from fx_passes.graph.facts import (
+    hint,
+    rank_of,
+    same,
+    same_shape,
+    shape_of,
+    value,
+    wide_nodes,
+)
 from fx_passes.graph.operators import (
     RESHAPES,
     is_elementwise,
@@ -117,7 +125,8 @@ def expand_operands(emit: Emitter, min_vocab: int) -> None:
     """A number for some of the dimensions of rows becomes one for each row, as a view."""
     rows = {str(math.prod(shape_of(node)[:-1])) for node in wide_nodes(emit.graph, min_vocab)}
     for node in list(emit.graph.nodes):
-        if is_wide(node, min_vocab) and is_elementwise(node):
+        wide = rank_of(node) >= 2 and hint(shape_of(node)[-1]) >= min_vocab  # or a mask
+        if wide and is_elementwise(node):
             _expand_operands_of(emit, node, rank_of(node) - 1)
         elif is_elementwise(node) and str(math.prod(shape_of(node))) in rows:
             _expand_operands_of(emit, node, rank_of(node))
