@@ -693,6 +693,19 @@ def r_drop_joined(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tens
     return F.cross_entropy(_wide(logits), torch.cat([target, target])) + 0.5 * apart.mean()
 
 
+def r_drop_cut_afterwards(
+    hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tensor
+) -> Tensor:
+    """Sequences of both passes in one batch, a smoothed loss of all; log-probs and probabilities are cut."""
+    logits = torch.cat([hidden, hidden_2]).unflatten(0, (8, -1)) @ weight.t()
+    log_p, p = _log(logits), _soft(logits)
+    (log_a, log_b), (a, b) = log_p.split(4), p.split(4)
+    apart = F.kl_div(log_a, b, reduction="none") + F.kl_div(log_b, a, reduction="none")
+    both = torch.cat([target, target]).view(8, -1)
+    smoothed = -_at(log_p, both) - 0.1 * log_p.mean(-1)
+    return smoothed.mean() + 0.5 * apart.sum() / target.numel()
+
+
 def draft_within_vocabulary(
     hidden: Tensor, hidden_2: Tensor, weight: Tensor, weight_2: Tensor, draft: Tensor, keep: Tensor
 ) -> Tensor:

@@ -221,13 +221,16 @@ class _Part:
                 return self.emit.reshape(put, sizes)
             if rows[1] <= self.rows[0] or rows[0] >= self.rows[1]:
                 return self.emit.full(sizes, 0, value(node).dtype, node)
-        if node.target is aten.cat.default and block == in_front(1) and node.args[1:] in ((), (0,)):
-            joined: Any = node.args[0]
-            ends = [0, *itertools.accumulate(shape_of(each)[0] for each in joined)]
+        sizes = self.emit.sizes(node)
+        if node.target is aten.cat.default and block == in_front(len(block.dims)):
+            joined: Any = node.args[0] if node.args[1:] in ((), (0,)) else []
+            counts = (math.prod(block.lead(shape_of(each))) for each in joined)
+            ends = [0, *itertools.accumulate(counts)]
             pieces = dict(zip(itertools.pairwise(ends), joined, strict=True))
             if self.rows in pieces:
-                return pieces[self.rows]
-        sizes = self.emit.sizes(node)
+                return self.emit.reshape(
+                    pieces[self.rows], [self.rows[1] - self.rows[0], *block.rest(sizes)]
+                )
         front = self.emit.permute(node, [*block.dims, *block.rest(range(len(sizes)))])
         flat = self.emit.reshape(front, [self.region.rows, *block.rest(sizes)])
         return self.emit.call(aten.slice.Tensor, flat, 0, *self.rows)
