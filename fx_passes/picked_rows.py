@@ -16,6 +16,7 @@ from fx_passes.graph.emit import Emitter
 from fx_passes.graph.facts import is_wide, rank_of, same, shape_of, value
 from fx_passes.graph.operators import SAME_VALUE, TO_SHAPE, is_elementwise, is_zero
 from fx_passes.graph.order import tidy
+from fx_passes.graph.per_row import reduced_dims
 from fx_passes.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
@@ -84,15 +85,7 @@ def _is_size_of_rows(user: Node) -> bool:
 
 
 def _sums_columns(user: Node) -> bool:
-    if user.target not in _SUMS:
-        return False
-    rank = rank_of(user.args[0])
-    return any(dim % rank == rank - 1 for dim in _dims(user))
-
-
-def _dims(user: Node) -> list[int]:
-    given: Any = user.args[1] if len(user.args) > 1 else None
-    return list(given or range(rank_of(user.args[0])))
+    return user.target in _SUMS and rank_of(user.args[0]) - 1 in reduced_dims(user)
 
 
 def _sum_first(emit: Emitter, pick: Node) -> None:
@@ -113,10 +106,10 @@ def _sum_first(emit: Emitter, pick: Node) -> None:
         emit.origin = reader
         keeps = len(reader.args) > 2 and bool(reader.args[2])
         if reader.target in _MEANS:
-            whole = emit.call(aten.mean.dim, pick, _dims(reader), keeps)
+            whole = emit.call(aten.mean.dim, pick, reduced_dims(reader), keeps)
             whole = emit.call(aten.div.Tensor, whole, columns)
         else:
-            whole = emit.call(aten.sum.dim_IntList, pick, _dims(reader), keeps)
+            whole = emit.call(aten.sum.dim_IntList, pick, reduced_dims(reader), keeps)
         reader.replace_all_uses_with(emit.cast(whole, value(reader).dtype))
 
 

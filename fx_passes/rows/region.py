@@ -29,6 +29,7 @@ from fx_passes.graph.facts import (
     value,
 )
 from fx_passes.graph.operators import MATMULS, SHOWN, VIEWS, under
+from fx_passes.graph.per_row import reduced_dims
 from fx_passes.graph.rows import (
     Across,
     Block,
@@ -149,9 +150,7 @@ def _seeds(graph: Graph, min_vocab: int) -> Iterator[Node]:
 
 def _is_about_columns(node: Node) -> bool:
     if node.target is aten.amax.default:
-        dims: Any = node.args[1] if len(node.args) > 1 else []
-        rank = len(shape_of_value(node.all_input_nodes[0]))
-        return len(dims) == 1 and dims[0] % rank == rank - 1
+        return reduced_dims(node) == [len(shape_of_value(node.all_input_nodes[0])) - 1]
     return are_alternatives(node)
 
 

@@ -14,6 +14,7 @@ from fx_passes.algebra.forms import Exp, Form, Guard, Mask
 from fx_passes.algebra.poly import Poly
 from fx_passes.graph.facts import rank_of, same, same_shape, shape_of, value
 from fx_passes.graph.operators import RESHAPES, SAME_VALUE, under
+from fx_passes.graph.per_row import reduced_dims
 from fx_passes.refused import Refused
 from fx_passes.rules.indices import counting_axis, is_integer
 from fx_passes.rules.operands import (
@@ -211,8 +212,7 @@ def _at_peak(c: Context, node: Node) -> Instead | None:
             continue
         form = c.read(wide)
         whole = isinstance(wide, Node) and same_shape(shape_of(wide), shape_of(node))
-        dims = [dim % rank_of(peak.args[0]) for dim in peak.args[1]]  # type: ignore[union-attr, operator]
-        whole = whole and isinstance(form, Form) and dims == [form.vdim]
+        whole = whole and isinstance(form, Form) and reduced_dims(peak) == [form.vdim]
         if whole and isinstance(form, Form) and form.is_affine and form == c.read(peak.args[0]):
             maximum = c.emitter.call(aten.amax.default, wide, [form.vdim], True)
             mask = c.emitter.call(aten.eq.Tensor, wide, maximum)

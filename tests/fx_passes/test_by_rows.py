@@ -384,6 +384,26 @@ def test_a_part_in_another_shape_is_not_a_few_numbers() -> None:
     check(pairs, _heads())  # strict: a pass that fails raises
 
 
+OF_NO_ROW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the largest logit": lambda z, t: z.amax(),
+    "reduced once more": lambda z, t: z.logsumexp(-1).mean().logsumexp(-1) + z.mean().amax(-1),
+    "turned": lambda z, t: z.square().sum().transpose(0, -1) * t.float().mean().softmax(-1),
+    "taken": lambda z, t: z.std().gather(0, t.sum() * 0) + z.norm().topk(1).values.sum(0),
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_ROW)
+def test_one_number_that_is_treated_as_a_row(name: str) -> None:
+    """Torch takes a scalar for a row of one, and no dimensions for all of them."""
+    number = OF_NO_ROW[name]
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        z = hidden @ weight.t()
+        return F.cross_entropy(z, target) + number(z, target)
+
+    check(loss, inputs_of(loss, ROWS, VOCAB, torch.float32, HIDDEN))  # strict
+
+
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "other rows": lambda x: _apart(x[:-1], x[1:]),
     "of other lengths": lambda x: _apart(x[:20], x[20:40]) + x[40:].square().mean(),

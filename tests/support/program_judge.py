@@ -21,6 +21,7 @@ A gradient that is infinite may be NaN: a derivative that is infinite times a gr
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import random
 import re
@@ -38,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slime_compile
-from tests.support import harness
+from tests.support import harness, program_functions
 from tests.support.late import late
 from tests.support.program_compare import EXPONENTIALS, compare
 from tests.support.program_inputs import NAMES, Inputs, Shape, Spec, in_float64, make
@@ -370,7 +371,13 @@ def _turned(spec: Spec) -> frozenset[str]:
 
 
 def _coarsest(source: str, dtype: torch.dtype) -> torch.dtype:
-    named = {getattr(torch, name) for name in _DTYPES.findall(source)}  # torch.float is float32
+    """Of the dtypes named by a program and by the functions that it calls."""
+    called = [vars(program_functions).get(name) for name in set(re.findall(r"\w+", source))]
+    ours = [
+        each for each in called if getattr(each, "__module__", "") == program_functions.__name__
+    ]
+    texts = " ".join([source, *map(inspect.getsource, ours)])
+    named = {getattr(torch, name) for name in _DTYPES.findall(texts)}  # torch.float is float32
     return max({dtype, *named}, key=lambda each: torch.finfo(each).eps)
 
 
