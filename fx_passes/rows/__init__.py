@@ -51,7 +51,7 @@ from fx_passes.rows.fewer import work_on_parts
 from fx_passes.rows.loops import Loop, loops_of
 from fx_passes.rows.of_all import read_all
 from fx_passes.rows.parts import Part, put
-from fx_passes.rows.region import Region, regions_of
+from fx_passes.rows.region import Region, depth_of, regions_of
 from fx_passes.rows.samples import compute_together
 from fx_passes.rows.told import RowsOutcome, saved_bytes, told_of, why_whole
 from fx_passes.torch_private import FakeTensorMode, detect_fake_mode
@@ -61,9 +61,6 @@ __all__ = ["InForward", "RowsConfig", "RowsOutcome", "by_rows"]
 
 aten = torch.ops.aten
 fused = torch.ops.slime_fused
-
-_SHARE_GIVEN, _MIN_GIVEN = 32, 2 << 20
-"""Of a loop without a matmul: a chunk's share, and its least bytes. Nothing is read again for each chunk."""
 
 _MANY_ROWS = 1 << 16  # a symbolic number of rows: the next call may have so many
 
@@ -208,7 +205,8 @@ def _pieces(graph: Graph, config: RowsConfig) -> set[Node]:
 
 def _sizes(head: Node, config: RowsConfig) -> Sizes:
     *lead, columns = map(hint, shape_of(head))
-    return Sizes(math.prod(lead), columns, value(head).dtype.itemsize, config.chunk_bytes)
+    item, depth = value(head).dtype.itemsize, depth_of(head)
+    return Sizes(math.prod(lead), columns, item, config.chunk_bytes, depth=depth)
 
 
 def _multiplies(loop: Loop) -> bool:
@@ -307,14 +305,9 @@ def _sizes_of(loop: Loop, config: RowsConfig) -> Sizes:
     """Of a loop's chunks. A symbolic number of rows counts as many if a matmul's result would be materialised."""
     region = loop.region
     columns, item = region.widest(loop.body)
-    rows, multiple = hint(region.rows), region.multiple
-    if any(node.target in MATMULS for node in loop.body):
-        rows = rows if isinstance(region.rows, int) else _MANY_ROWS
-        return Sizes(rows, columns, item, config.chunk_bytes, multiple=multiple)
-    whole = Sizes(rows, columns, item, config.chunk_bytes)
-    if config.chunk_bytes:
-        return whole
-    return dataclasses.replace(whole, limit=max(whole.bytes // _SHARE_GIVEN, _MIN_GIVEN))
+    depth = region.depth(loop.body)
+    rows = _MANY_ROWS if depth and not isinstance(region.rows, int) else hint(region.rows)
+    return Sizes(rows, columns, item, config.chunk_bytes, region.multiple, depth)
 
 
 def _pays(plan: Plan, region: Region, beside: bool) -> bool:

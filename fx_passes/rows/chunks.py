@@ -1,10 +1,14 @@
 """The sizes of chunks of logits [N, V]: plain numbers, for the operators and for the pass reporting them.
 
-All logits are cut into eighths, or quarters if an eighth has fewer than 512 rows. A chunk is 32 MiB to 512 MiB.
+All logits are cut into eighths, or quarters if an eighth has too few rows. Larger chunks would only take more memory.
 Smaller chunks would starve the matmuls, because they read all weights for each chunk (on an H200, 8192 x 4096 x 128256
 in bfloat16, chunks of 256 rows took 53.0 ms, of 2048 rows 37.7 ms, of 4096 rows 35.1 ms, and the matmul alone 32.7 ms;
 on two cores, `bench lm_head`'s policy loss of 2048 x 1024 x 32000 in float32 took 1.05 of inductor's time with 256
-rows, 0.94 with 512, 0.92 with 1024). Larger chunks would only take more memory.
+rows, 0.94 with 512, 0.92 with 1024). The weights are [V, D] and a chunk is [rows, V]: a chunk of 2 D rows, at most 512,
+is read and written for longer than the weights. It has a byte limit, too: 512 rows have 32 MiB or more, fewer rows less
+in proportion. No chunk is larger than 512 MiB.
+
+A loop without a matmul reads nothing twice: a chunk is a 32nd of the logits, 2 MiB at least.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHARE, LARGEST_SHARE = 8, 4
-ROWS_MIN = 512
-MIN_BYTES, MAX_BYTES = 32 << 20, 512 << 20
+SHARE_GIVEN = 32  # without a matmul
+ROWS_MIN, ROWS_OF_DEPTH = 512, 2
+LEAST_BYTES, MIN_BYTES, MAX_BYTES = 2 << 20, 32 << 20, 512 << 20
 COLUMNS_MULTIPLE = 64  # keeps the rows of a chunk aligned, and the matmuls' tiles full
 COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever the sums cost
 
@@ -23,7 +28,7 @@ COLUMNS_MIN = 512  # a narrower chunk wastes the matmuls; then rows, whatever th
 class Sizes:
     """Logits [rows, vocab] of `itemsize` bytes each; `limit` are the bytes of a chunk, 0 for the default.
 
-    A chunk's rows are a multiple of `multiple`, if as many fit.
+    A chunk's rows are a multiple of `multiple`, if as many fit. A matmul of [rows, `depth`] computes them; 0: none.
     """
 
     rows: int
@@ -31,6 +36,7 @@ class Sizes:
     itemsize: int
     limit: int = 0
     multiple: int = 1
+    depth: int = ROWS_MIN
 
     @property
     def bytes(self) -> int:
@@ -39,8 +45,11 @@ class Sizes:
     @property
     def chunk_bytes(self) -> int:
         """The limits of a chunk."""
-        some_rows = min(ROWS_MIN * self.vocab * self.itemsize, self.bytes // LARGEST_SHARE)
-        return self.limit or min(max(self.bytes // SHARE, some_rows, MIN_BYTES), MAX_BYTES)
+        least = min(ROWS_OF_DEPTH * self.depth, ROWS_MIN)
+        some_rows = min(least * self.vocab * self.itemsize, self.bytes // LARGEST_SHARE)
+        share = self.bytes // (SHARE if self.depth else SHARE_GIVEN)
+        floor = max(MIN_BYTES * least // ROWS_MIN, LEAST_BYTES)
+        return self.limit or min(max(share, some_rows, floor), MAX_BYTES)
 
     @property
     def row_chunk(self) -> int:

@@ -13,7 +13,7 @@ graph's text. The text is JSON:
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
               ["product", left, right, dtype, sizes]  left.t() @ right, added over chunks     sizes
-    wide      [columns, bytes of one, multiple]: of the widest value of a chunk, and of a chunk's rows
+    wide      [columns, bytes of one, multiple, depth]: of the widest value of a chunk, its rows, its matmuls
     columns   whether the rows are the columns of logits
 
 The result of a step overwriting its first argument (`row_grad_`) is this argument.
@@ -137,14 +137,15 @@ class Program:
                 return {key: numbered(each) for key, each in arg.items()}
             return arg
 
+        region, body = self.region, self.loop.body
         found = {
             "rows": [
                 [block.dims, *([] if at is None else [first[0] + at])] for _, block, at in self.rows
             ],
             "steps": numbered(self.steps),
             "results": numbered(self.results),
-            "wide": [*self.region.widest(self.loop.body), self.region.multiple],
-            "columns": self.region.of_columns,
+            "wide": [*region.widest(body), region.multiple, region.depth(body)],
+            "columns": region.of_columns,
         }
         return urllib.parse.quote(json.dumps(found, separators=(",", ":")), safe="{}[]:,/ ")
 

@@ -103,6 +103,16 @@ class Region:
                 found.append((columns, fake.element_size()))
         return max(found, key=math.prod)
 
+    def depth(self, nodes: Iterable[Node]) -> int:
+        """The largest depth of the matmuls computing full-vocabulary values among `nodes`; 0 without one."""
+        heads = (node for node in nodes if node.target in MATMULS and self.made_wide(node))
+        return max(map(depth_of, heads), default=0)
+
+
+def depth_of(head: Node) -> int:
+    """D of [N, D] @ [D, V]."""
+    return hint(shape_of(head.all_input_nodes[-1])[-2])
+
 
 def regions_of(graph: Graph, min_vocab: int, heads: bool) -> Iterator[Region]:
     """The regions of `graph`, the largest vocabulary first; no full-vocabulary value or sum is in two of them.

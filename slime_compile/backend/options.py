@@ -50,7 +50,8 @@ class Options:
         by_rows: run work on vocabulary-sized tensors over chunks of rows, if each row is independent. False also
             materialises a head's logits.
         chunk_mib: MiB of a chunk of logits. 0: an eighth of the logits, or up to a quarter if an eighth is fewer than
-            512 rows; at least 32 MiB and at most 512 MiB.
+            512 rows (2 D rows of hidden states [N, D], if these are fewer); at least 32 MiB (2 D / 512 of it) and at
+            most 512 MiB.
         grad_in_forward: compute the gradient of a scalar loss over a head in forward: "auto" if possible and cheap
             in memory, "always" if possible, "never".
         inline_below: CPU only. For logits with fewer elements, inductor compiles the formulas directly, because

@@ -72,8 +72,8 @@ class Head:
 
     def sizes(self, limit: int) -> Sizes:
         """`limit` are the bytes of a chunk, 0 for the default."""
-        rows, vocab = self.hidden.shape[0], self.weight.shape[0]
-        return Sizes(rows, vocab, self.hidden.element_size(), limit)
+        (rows, depth), vocab = self.hidden.shape, self.weight.shape[0]
+        return Sizes(rows, vocab, self.hidden.element_size(), limit, depth=depth)
 
     def fill(self, buffer: Tensor, rows: slice, columns: slice) -> Tensor:
         """Makes logits[rows, columns], in the memory of a buffer."""

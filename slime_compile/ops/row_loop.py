@@ -64,14 +64,15 @@ class Program:
         blocks: the dimensions with rows, of each tensor that has them.
         parts: of each of these tensors the value that says which of its rows are the loop's, -1 for all.
         steps, results: see NOTE [Loops as text].
-        wide: columns, and bytes of one, of the widest value of a chunk; of what number its rows are a multiple.
+        wide: columns, and bytes of one, of the widest value of a chunk; of what number its rows are a multiple; the
+            depth of the matmuls that compute it.
     """
 
     blocks: tuple[tuple[int, ...], ...]
     parts: tuple[int, ...]
     steps: tuple[Any, ...]
     results: tuple[Any, ...]
-    wide: tuple[int, int, int]
+    wide: tuple[int, int, int, int]
 
     def steps_of(self, over: tuple[int, int] | None) -> Steps:
         """With the values that are written into results, and those that are added.
@@ -213,8 +214,8 @@ def pieces(rows: int, size: int, multiple: int = 1) -> Iterator[tuple[int, int]]
 
 
 def _row_chunk(program: Program, rows: int, chunk_bytes: int) -> int:
-    columns, item, multiple = program.wide
-    return Sizes(rows, columns, item, chunk_bytes, multiple=multiple).row_chunk
+    columns, item, multiple, depth = program.wide
+    return Sizes(rows, columns, item, chunk_bytes, multiple, depth).row_chunk
 
 
 # ---- results ------------------------------------------------------------------------------------------------------

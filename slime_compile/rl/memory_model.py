@@ -37,7 +37,7 @@ def peak_bytes(
     - logits made inside the compiled function, `hidden_states @ weight.T`: one chunk of them
       (all of them if they fit into one); with `lm_head=False` 1.
     - `save="softmax"`: 2, the logits and the softmax; its buffer becomes the gradient. For logits made
-      inside: in forward only, and never in chunks.
+      inside: a chunk of both.
 
     Logits made inside add the hidden states, their gradient and the weight's gradient, and in half
     precision the float32 sums over chunks. A gradient possible in forward counts as computed there: while
@@ -139,7 +139,7 @@ class _Loss:
         rows += tokens * state
         if not self.training:
             return [self._chunk(tokens) + rows]
-        if not self._in_chunks:
+        if not self.options.lm_head:
             buffers = 1 if self._overwritten else 2
             # the end of forward, and of backward: the gradients are made when one of two buffers is gone
             return [
@@ -147,7 +147,8 @@ class _Loss:
                 tokens * (self.row + state) + self.vocab * state + rows,
             ]
         gradients = tokens * state + self.vocab * state
-        found = [self._chunk(tokens) + gradients + self._sum(tokens) + rows]
+        chunks = self._chunk(tokens) * (1 if self.options.save == "logits" else 2)
+        found = [chunks + gradients + self._sum(tokens) + rows]
         if self._may_be_in_forward and self._chunk(tokens) < tokens * self.row:
             found.append(gradients + max(tokens, self.vocab) * state + rows)
         return found
@@ -155,10 +156,11 @@ class _Loss:
     def _chunk(self, tokens: int) -> int:
         """What a chunk may have; all logits where they are no more."""
         whole = tokens * self.row
-        if not self._in_chunks:
+        if not self.options.lm_head:
             return whole
         limit = self.options.chunk_mib * MIB
-        return min(whole, Sizes(tokens, self.vocab, self.dtype.itemsize, limit).chunk_bytes)
+        sizes = Sizes(tokens, self.vocab, self.dtype.itemsize, limit, depth=self.hidden)
+        return min(whole, sizes.chunk_bytes)
 
     def _sum(self, tokens: int) -> int:
         """Of gradients over chunks, in float32 beside them where they are narrower."""
@@ -174,10 +176,6 @@ class _Loss:
     @property
     def _may_be_in_forward(self) -> bool:
         return self.options.grad_in_forward != "never" and self.dtype != torch.float16
-
-    @property
-    def _in_chunks(self) -> bool:
-        return self.options.lm_head and self.options.save == "logits"
 
     @property
     def _overwritten(self) -> bool:
