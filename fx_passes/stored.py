@@ -1,6 +1,7 @@
 """The full-vocabulary values a rewritten graph stores; the others are parts of a kernel and never in memory.
 
-Entry point: `stored_values`. The logits do not count, nor does one gradient of each.
+Entry point: `stored_values`. The logits do not count, nor does one gradient of each, nor a value that the program
+returns.
 
 NOTE [What is stored]
 Inductor computes element-wise values where they are read. A value is in memory if a separate kernel computes it (a
@@ -17,8 +18,17 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, Node
 
+from fx_passes.graph.backward import forward_outputs
 from fx_passes.graph.facts import is_as_wide, is_backward, is_given, same_shape, shape_of, value
-from fx_passes.graph.operators import MATMULS, REDUCTIONS, SHOWN, VIEWS, is_elementwise, under
+from fx_passes.graph.operators import (
+    MATMULS,
+    REDUCTIONS,
+    SHOWN,
+    VIEWS,
+    WHOLE_VIEWS,
+    is_elementwise,
+    under,
+)
 
 aten = torch.ops.aten
 slime_fused = torch.ops.slime_fused
@@ -42,14 +52,15 @@ _ENDS = MATMULS | REDUCTIONS
 
 
 def stored_values(graph: Graph) -> int:
-    """Their number, apart from the logits of fused operators and one gradient of each."""
+    """Their number, apart from the logits of fused operators, one gradient of each, and forward's results."""
     operators = [n for n in graph.nodes if _reads_logits(n)]
     roots = {under(n.all_input_nodes[0], VIEWS) for n in operators}
     wide = _wide(graph, roots)
     stored = {node for node in wide if _makes(node) or any(_stores(u) for u in _readers(node))}
     leaving = {node for node in stored if is_backward(node) and any(map(_leaves, _readers(node)))}
-    over = _written_over(graph, stored, wide)
-    return max(len(stored) - len(over) - min(len(leaving - over), len(roots)), 0)
+    counted = stored - _written_over(graph, stored, wide)
+    counted -= {under(node, WHOLE_VIEWS) for node in forward_outputs(graph)}
+    return len(counted) - min(len(leaving & counted), len(roots))
 
 
 def _wide(graph: Graph, roots: set[Node]) -> set[Node]:

@@ -1,6 +1,6 @@
 """The nodes of backward in a joint graph: one definition, written into torch's own tag, read by `is_backward`.
 
-Entry point: `mark_backward`, by which `fuse` begins; the passes after it keep the tags right.
+Entry points: `mark_backward`, by which `fuse` begins; the passes after it keep the tags right. `forward_outputs`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import BACKWARD, TAG, is_backward
-from fx_passes.graph.order import ancestors
+from fx_passes.graph.order import ancestors, descendants
 from fx_passes.torch_private import GradAOTOutput, InputMutationAOTOutput, TangentAOTInput
 
 # NOTE [What belongs to backward]
 # Torch tags traced nodes: `is_forward`, then `is_backward`. Changes of inputs with a fixed place have
 # `must_be_in_forward` or `must_be_in_backward`. But the backward of an autograd.Function, as traced by Dynamo, has no
-# tag. A node belongs to backward if no returned or written value of forward needs it, and if it
+# tag, and the gradients taken by forward itself (torch.func.grad) have backward's. A node belongs to backward if no
+# returned or written value of forward needs it, and if it
 #
 #     is tagged as backward's,
 #     or reads a node of backward (a tangent, in the end),
@@ -48,7 +49,7 @@ def is_joint(graph: Graph) -> bool:
 
 
 def mark_backward(graph: Graph) -> None:
-    """Tags untagged nodes of backward. No node moves or changes."""
+    """Tags untagged nodes of backward, and those of forward with its tag. No node moves or changes."""
     if not is_joint(graph):
         _mark_forward(graph)
         return
@@ -56,7 +57,10 @@ def mark_backward(graph: Graph) -> None:
     traced = any(node.meta.get(TAG) == "is_forward" for node in inputs)
     forward = _needed_by_forward(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node not in forward and not is_backward(node):
+        if node in forward:
+            if node.meta.get(TAG) == BACKWARD:
+                node.meta[TAG] = "is_forward"
+        elif node.op == "call_function" and not is_backward(node):
             late = any(is_backward(each) for each in node.all_input_nodes)
             untagged = not node.meta.get(TAG) and not node.meta.get("slime_fused")
             if late or (traced and untagged):
@@ -74,15 +78,16 @@ def _mark_forward(graph: Graph) -> None:
 
 def _needed_by_forward(graph: Graph) -> set[Node]:
     """The returned and written values of forward, and all nodes that they are computed from."""
-    late: set[Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or is_backward(node) or late.intersection(node.all_input_nodes):
-            late.add(node)
-    needed = [n for n in (*_returned(graph), *_effects(graph)) if n not in late]
-    return ancestors(needed) | set(needed)
+    tangents, late = (
+        descendants([node for node in graph.nodes if begins(node)])
+        for begins in (is_tangent, lambda node: is_tangent(node) or is_backward(node))
+    )
+    needed = {n for n in forward_outputs(graph) if n not in tangents}
+    needed |= {n for n in _effects(graph) if n not in late}
+    return ancestors(needed) | needed
 
 
-def _returned(graph: Graph) -> Iterator[Node]:
+def forward_outputs(graph: Graph) -> Iterator[Node]:
     """The outputs other than described gradients; any gradient depends on a tangent."""
     output = graph.output_node()
     described = output.meta.get("desc")

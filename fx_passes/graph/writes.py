@@ -57,7 +57,9 @@ class _Run:
 
 
 class _Unknowable(Exception):
-    """The fake values do not show shared memory: storages were exchanged, or a tensor has several."""
+    """The fake values do not show shared memory: storages were exchanged, or a tensor has several, or shows none as
+    inside `torch.func.grad`.
+    """
 
 
 class Writes:
@@ -137,7 +139,10 @@ class Writes:
 
 
 def _storages(value: Any) -> Memory:
-    return frozenset(each.untyped_storage()._cdata for each in _tensors(value))
+    try:
+        return frozenset(each.untyped_storage()._cdata for each in _tensors(value))
+    except NotImplementedError:
+        raise _Unknowable from None
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -165,13 +165,13 @@ class Report:
         in_place: bool | None = None,
         graph_breaks: int = 0,
     ) -> None:
-        """For CI: fails unless the loss is fused, in one graph, and stores no vocabulary-sized tensor.
+        """For CI: fails unless the loss is fused, in one graph, and stores no vocabulary-sized tensor beside results.
 
         Args:
             min_fused: fewest fused operators in all graphs; a function called by eager code counts as one.
-            max_full_vocabulary: most stored full-vocabulary values. The logits and one gradient of them do not count.
-                Exception: materialised logits of a matmul count if they are larger than one chunk. A refused graph
-                counts its refusals.
+            max_full_vocabulary: most stored full-vocabulary values. The logits, one gradient of them and the
+                function's results do not count. Exception: materialised logits of a matmul count if they are larger
+                than one chunk. A refused graph counts its refusals.
             in_place: must every gradient reuse the logits' buffer, in every call so far? None: not checked.
             graph_breaks: most graph breaks.
 

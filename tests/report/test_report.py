@@ -1,5 +1,6 @@
 """Reports and the dry run: what they say, that it is true, and that explaining changes nothing."""
 
+import functools
 import io
 import json
 import re
@@ -400,6 +401,60 @@ def test_what_is_part_of_a_kernel_is_not_left(loss: Callable[..., Tensor]) -> No
     assert report.graphs[0].stored == 0
     assert "(0 stored)" in str(report)
     report.assert_fused()
+
+
+def entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def own_gradient(
+    logits: Tensor, target: Tensor, loss: Callable[..., Tensor] = log_probs
+) -> tuple[Tensor, Tensor]:
+    return torch.func.grad_and_value(lambda x: loss(x, target).mean())(logits)
+
+
+def made_of_gradient(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def program(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, value = own_gradient(logits, target)
+        return change(gradient), value
+
+    return program
+
+
+RETURNED: dict[str, Callable[..., Any]] = {
+    "a gradient": own_gradient,
+    "an entropy's": functools.partial(own_gradient, loss=entropy),
+    "in another shape": made_of_gradient(lambda x: x.view(2, -1, VOCAB)),
+    "scaled": made_of_gradient(lambda x: x * 2),
+    "two of them": lambda x, t: (own_gradient(x, t), own_gradient(2 * x, t)),
+    "log-probs": lambda x, t: (x.log_softmax(-1), log_probs(x, t)),
+}
+"""Results as wide as the logits."""
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("loss", RETURNED.values(), ids=RETURNED)
+def test_a_result_is_not_left(loss: Callable[..., Any], grad: bool) -> None:
+    logits, target = data()
+    explain(loss, strict=True)(logits.detach().requires_grad_(grad), target).assert_fused()
+
+
+def test_what_a_result_is_made_of_is_left() -> None:
+    """A part of what is sorted keeps all of it."""
+    whole = made_of_gradient(lambda x: x.sort(-1).values)
+    part = made_of_gradient(lambda x: x.sort(-1).values[:, :3])
+    for loss, beside in ((whole, 1), (part, 2)):
+        report = explain(loss)(torch.randn(ROWS, VOCAB), data()[1])
+        assert report.graphs[0].stored == beside
+
+
+def test_the_gradient_that_the_function_takes_itself_is_not_left() -> None:
+    def loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        value = log_probs(logits, target).mean()
+        return value.detach(), *torch.autograd.grad(value, logits)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        explain(loss)(*data()).assert_fused()
 
 
 LARGE = 4096, 4096  # 64 MiB of logits: more than one chunk

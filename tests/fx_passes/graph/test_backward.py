@@ -85,3 +85,22 @@ def test_the_backward_of_an_autograd_function(monkeypatch: Any) -> None:
     assert seen["aten.mul.Tensor"]
     assert seen["tangents_1"]
     assert not seen["primals_1"]
+
+
+def test_a_gradient_that_forward_takes_itself(monkeypatch: Any) -> None:
+    """Torch tags it as backward's; but it is returned."""
+    returned: list[bool] = []
+
+    def keep(graph: Graph, *_: object) -> None:
+        mark_backward(graph)
+        returned.extend(map(is_backward, graph.output_node().all_input_nodes))
+
+    monkeypatch.setattr(interpreted, "run_fuse", keep)
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.func.grad_and_value(lambda x: x.log_softmax(-1)[:, 0].mean())(x)
+
+    x = torch.randn(ROWS, VOCAB, requires_grad=True)
+    torch.compile(program, backend="slime_fused", options=OPTIONS)(x)
+    assert returned == [False, False, True]  # the gradient, the value, backward's gradient
