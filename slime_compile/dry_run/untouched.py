@@ -6,7 +6,8 @@ NOTE [How a dry run changes nothing]
 No operator gets a real tensor to write to. Dry runs replace the inputs of each graph by fake tensors (`fake`), and a
 dispatch mode (`nothing_real`) does the same for Python code between graphs; a real tensor always has the same
 fake one. Autograd's notes on a real tensor around an operator (its version, its history, `.grad`) are restored at the
-end. So are assignments by Python code, see `dry_run/reach.py`.
+end. So are assignments by Python code, also to `.data`; see `dry_run/reach.py`. Not seen: writes past torch's
+operators, by NumPy or to a storage.
 """
 
 import contextlib
@@ -107,9 +108,15 @@ class _NothingReal(TorchDispatchMode):
 
 
 class _State(NamedTuple):
-    """How a tensor was; the version of an inference tensor is -1."""
+    """How a tensor was.
+
+    Attributes:
+        data: the same memory, unless torch shows none.
+        version: -1 for an inference tensor.
+    """
 
     tensor: Tensor
+    data: Tensor | None
     version: int
     leaf: bool
     requires_grad: bool
@@ -120,10 +127,13 @@ class _State(NamedTuple):
         leaf = tensor.is_leaf
         version = -1 if tensor.is_inference() else tensor._version
         grad = tensor.grad if leaf else None
-        return cls(tensor, version, leaf, tensor.requires_grad, grad)
+        data = tensor.data if _memory(tensor) else None
+        return cls(tensor, data, version, leaf, tensor.requires_grad, grad)
 
     def restore(self) -> None:
         tensor = self.tensor
+        if self.data is not None and _memory(tensor) != _memory(self.data):
+            tensor.data = self.data
         if self.leaf and not tensor.is_leaf:
             with contextlib.suppress(RuntimeError):  # of a view
                 tensor.detach_()
@@ -134,6 +144,14 @@ class _State(NamedTuple):
                 tensor.grad = self.grad
         if self.version >= 0 and tensor._version != self.version:
             set_versions((tensor,), (self.version,))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Which elements of which storage it shows; None if it has no storage of its own."""
+    if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype
 
 
 # ---- tensors on "meta" --------------------------------------------------------------------------------------------

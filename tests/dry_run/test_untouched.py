@@ -209,6 +209,25 @@ def test_logits_that_are_changed_in_place(dry_run: DryRun) -> None:
     assert logits.grad_fn is history
 
 
+@pytest.mark.parametrize("dry_run", DRY_RUNS.values(), ids=DRY_RUNS)
+def test_memory_that_python_code_exchanges(dry_run: DryRun) -> None:
+    model, given, centre = Model(), inputs(), torch.zeros(HIDDEN)
+
+    @torch.compiler.disable
+    def move(hidden: Tensor) -> None:
+        centre.data = hidden.detach().mean(0)
+        model.weight.data = model.weight.data * 2
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = model(hidden, target)
+        move(hidden)
+        return found
+
+    before = everything(model, given, centre)
+    dry_run(loss, *given)
+    assert everything(model, given, centre) == before
+
+
 def test_what_was_trained_before_can_go_on() -> None:
     """Autograd has saved the weight; its version tells that nobody has changed it."""
     model, (hidden, target) = Model(), inputs()
