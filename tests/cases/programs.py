@@ -35,6 +35,7 @@ RIGHT: dict[str, Program] = {
     "a column of a softmax that may be missed, of NaN": program("((torch.arange(7) == u[:, None]) * x.softmax(-1)).sum(-1)", rows=("plain", "one NaN"), misses="-100"),
     "a column in rows that a factor takes out": program("(F.one_hot(t, 7) * (x.log_softmax(-1) * keep[:, None])).sum(-1)", rows=("plain", "one NaN")),
     "two columns of one value": program("v0 = x.log_softmax(-1)", f"{PICKED} * w[:, None] - v0.gather(-1, t.flip(0)[..., None])"),
+    "logits that the program writes to behind a graph break": program("v0 = h @ e.t()", "v1 = v0.log_softmax(-1)[:, 2]", "torch._dynamo.graph_break()", "F.hardtanh(v0, -0.5, 0.5, True)", "v1 + v0.sum(-1)", grads=("inside", "inside")),
     "another use of the scaled logits": program("v0 = (h @ e.t()) / 0.7", "v0.log_softmax(-1).gather(-1, t[..., None]), v0.sin().sum(-1)"),
     "another use of masked logits": program("v0 = torch.where(keep[:, None], h @ e.t(), 0)", "v0.log_softmax(-1)[:, 2], v0.sin().sum(-1)"),
     "another use of weighted logits": program("v0 = (h @ e.t()) * w[:, None]", "v0.logsumexp(-1), (v0 * v0.cos()).sum(-1)"),
