@@ -11,6 +11,7 @@ vocabulary-sized element-wise values, the estimate is an upper bound: inductor s
 has.
 """
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -105,7 +106,8 @@ def estimate_peak(
         ) from None
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with Watch(), without_grad_warnings(), untouched(mode, fn, args, kwargs) as kept:
-        return _estimated(fn, kept, kept.fake((tuple(args), dict(kwargs or {}))), chosen)
+        given = kept.fake((tuple(args), dict(kwargs or {})))
+        return contextvars.copy_context().run(_estimated, fn, kept, given, chosen)
 
 
 def _estimated(fn: Callable[..., Any], kept: Untouched, given: Any, chosen: Options) -> Estimate:

@@ -8,6 +8,7 @@ undone: `dry_run/untouched.py`.
 Torch's caches are not used, and the function's own compiled code stays as it is: a copy of its code object is traced.
 """
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class DryRun:
             fake_args, fake_kwargs = kept.fake((tuple(args), kwargs))
             try:
                 with kept.nothing_real():
-                    traced(*fake_args, **fake_kwargs)
+                    contextvars.copy_context().run(traced, *fake_args, **fake_kwargs)
             except Exception as error:
                 if self.options.strict:
                     raise

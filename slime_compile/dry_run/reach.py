@@ -2,7 +2,7 @@
 
 Entry point: `Reached`. The walk goes through dicts, lists, sets, closures, instances and their classes, through the
 globals named by a function's code, from there to those functions, and so on. Not searched: functions, classes and
-modules of torch, of this package and of the standard library; objects inside C extensions.
+modules of torch, of this package and of the standard library; objects inside C extensions (arrays, iterators).
 """
 
 import collections
@@ -11,8 +11,10 @@ import functools
 import random
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -38,6 +40,9 @@ _ATOMS = (
     torch.Size,
 )
 _CONTAINERS = (dict, list, set, collections.deque)
+_HOLDERS = ("types", "collections", "weakref", "_thread", "argparse")
+"""Modules of Python whose objects keep values of the user's."""
+
 _WRAPPERS = (staticmethod, classmethod, MethodType, functools.partial, property)
 
 Replace = Callable[[Any], Any]
@@ -92,10 +97,10 @@ class Reached:
             self._waiting += _inside(value)
         elif isinstance(value, type):
             self._class(value)
-        elif isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif kind is ContextVar:
+            self._waiting.append(value.get(None))
+        else:
+            self._undo += _random_state(value)
         if not isinstance(value, type | ModuleType) and _is_looked_into(kind):
             self._instance(value)
 
@@ -116,8 +121,10 @@ class Reached:
             cell.cell_contents = self._replace(before)
 
     def _instance(self, value: Any) -> None:
+        self._undo.append(functools.partial(_set_type, value, type(value)))
         with contextlib.suppress(AttributeError):
-            own = object.__getattribute__(value, "__dict__")
+            local = isinstance(value, threading.local)  # this thread's part
+            own = vars(value) if local else object.__getattribute__(value, "__dict__")
             self._waiting.append(own if type(own) is dict else None)
         for slot in _slots(type(value)):
             before = _slot(slot, value)
@@ -169,9 +176,9 @@ def _is_named_ours(module: str) -> bool:
 
 
 def _is_looked_into(kind: type) -> bool:
-    """Instances of the user's classes, and of torch's classes for users (modules, optimizers)."""
+    """Instances of the user's classes, and of torch's and Python's classes for users (modules, optimizers, maps)."""
     home = kind.__module__
-    if kind is types.SimpleNamespace or issubclass(kind, Tensor):
+    if home in _HOLDERS or issubclass(kind, Tensor):
         return True
     return home.startswith(("torch.nn", "torch.optim", "slime_compile")) or not _is_named_ours(home)
 
@@ -199,6 +206,21 @@ def _names_of(code: CodeType) -> list[str]:
         if isinstance(constant, CodeType):
             found |= dict.fromkeys(_names_of(constant))
     return list(found)
+
+
+def _random_state(value: Any) -> list[Callable[[], object]]:
+    """What brings a random generator back to its state; of other values nothing."""
+    if isinstance(value, torch.Generator):
+        return [functools.partial(value.set_state, value.get_state())]
+    if isinstance(value, random.Random):
+        return [functools.partial(value.setstate, value.getstate())]
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.random.RandomState):
+        return [functools.partial(value.set_state, value.get_state())]
+    if numpy and isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return [functools.partial(setattr, bits, "state", bits.state)]
+    return []
 
 
 # ---- the recorded state -------------------------------------------------------------------------------------------
@@ -237,6 +259,11 @@ def _set_name(space: dict[str, Any], name: str, before: Any) -> None:
         space[name] = before
     elif name in space:
         del space[name]
+
+
+def _set_type(value: Any, before: type) -> None:
+    if type(value) is not before:
+        object.__setattr__(value, "__class__", before)
 
 
 def _slot(slot: Any, value: Any) -> Any:

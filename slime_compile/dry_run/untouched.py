@@ -107,11 +107,15 @@ class _NothingReal(TorchDispatchMode):
         return func(*self._kept.fake(args), **self._kept.fake(kwargs or {}))
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 class _State(NamedTuple):
     """How a tensor was.
 
     Attributes:
         data: the same memory, unless torch shows none.
+        hooks: by attribute, what it had of them.
         version: -1 for an inference tensor.
     """
 
@@ -121,6 +125,7 @@ class _State(NamedTuple):
     leaf: bool
     requires_grad: bool
     grad: Tensor | None
+    hooks: dict[str, dict[int, Any]]
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_State":
@@ -128,7 +133,8 @@ class _State(NamedTuple):
         version = -1 if tensor.is_inference() else tensor._version
         grad = tensor.grad if leaf else None
         data = tensor.data if _memory(tensor) else None
-        return cls(tensor, data, version, leaf, tensor.requires_grad, grad)
+        hooks = {name: dict(getattr(tensor, name, None) or {}) for name in _HOOKS}
+        return cls(tensor, data, version, leaf, tensor.requires_grad, grad, hooks)
 
     def restore(self) -> None:
         tensor = self.tensor
@@ -142,6 +148,11 @@ class _State(NamedTuple):
                 tensor.requires_grad_(self.requires_grad)
             if tensor.grad is not self.grad:
                 tensor.grad = self.grad
+        for name, before in self.hooks.items():
+            now = getattr(tensor, name, None)
+            if now is not None and now != before:
+                now.clear()
+                now.update(before)
         if self.version >= 0 and tensor._version != self.version:
             set_versions((tensor,), (self.version,))
 

@@ -2,11 +2,15 @@
 
 import collections
 import contextlib
+import contextvars
 import random
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,6 +211,60 @@ def test_logits_that_are_changed_in_place(dry_run: DryRun) -> None:
     dry_run(loss, logits, target)
     assert everything(logits, target) == before
     assert logits.grad_fn is history
+
+
+CURRENT: contextvars.ContextVar[Any] = contextvars.ContextVar("CURRENT")
+
+
+class Holders:
+    """What keeps values of the user's, and is no plain container."""
+
+    def __init__(self, model: Model) -> None:
+        self.layer = torch.nn.Linear(2, 2)
+        self.of_thread = threading.local()
+        self.weakly: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.chain: collections.ChainMap[str, Any] = collections.ChainMap({}, {})
+        self.numpys = np.random.default_rng(0)
+        self.numpys_old = np.random.RandomState(0)
+        self.weight = model.weight
+
+    def change(self) -> None:
+        self.of_thread.last = self.weakly[self.layer] = self.chain["a"] = self.weight * 2
+        CURRENT.set(self.weight * 2)
+        self.numpys.random(), self.numpys_old.rand()
+        self.weight.register_hook(lambda grad: grad * 2)
+        self.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        torch.nn.utils.parametrizations.weight_norm(self.layer)
+
+    def shown(self) -> Any:
+        hooks = self.weight._backward_hooks, self.weight._post_accumulate_grad_hooks
+        return (
+            type(self.layer),
+            [*vars(self.of_thread)],
+            [*self.weakly],
+            [*self.chain],
+            CURRENT.get(None),
+            self.numpys.bit_generator.state,
+            self.numpys_old.get_state()[1].tolist(),
+            [[*(each or {})] for each in hooks],
+        )
+
+
+@pytest.mark.parametrize("dry_run", DRY_RUNS.values(), ids=DRY_RUNS)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_other_holders_and_hooks(hooked: bool, dry_run: DryRun) -> None:
+    model, given = Model(), inputs()
+    holders = Holders(model)
+    if hooked:
+        model.weight.register_hook(lambda grad: grad + 1)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        torch.compiler.disable(holders.change)()
+        return in_graph(model, hidden, target)
+
+    before = everything(model, given, vars(holders.layer)), holders.shown()
+    dry_run(loss, *given)
+    assert (everything(model, given, vars(holders.layer)), holders.shown()) == before
 
 
 @pytest.mark.parametrize("dry_run", DRY_RUNS.values(), ids=DRY_RUNS)
