@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fx_passes.graph.facts import byte_count, is_backward, value
-from fx_passes.graph.operators import COMPARISONS, MATMULS, SHOWN, under
+from fx_passes.graph.operators import COMPARISONS, MATMULS, SHOWN, VIEWS, under
+from fx_passes.graph.returned import Returned
 from fx_passes.graph.rows import Rows, Step
 from fx_passes.rows.region import Region
 
@@ -82,11 +83,19 @@ def loops_of(graph: Graph, region: Region, early: bool = False) -> list[Loop]:
         early: nothing waits for backward; `early.py` decides if this is possible.
     """
     levels = _Levels(graph, region, early)
-    loops = _Demands(graph, region, levels).loops()
+    shared = _shared(graph, region)
+    loops = _Demands(graph, region, levels, shared).loops()
     if levels.sorted and sum(any(map(_sorts, loop.body)) for loop in loops) > 1:
         levels.sorted.clear()  # backward sorts all the same
-        loops = _Demands(graph, region, levels).loops()
+        loops = _Demands(graph, region, levels, shared).loops()
     return loops
+
+
+def _shared(graph: Graph, region: Region) -> set[Node]:
+    """Views with the memory of another returned one, if one of the two is wide."""
+    views = Returned(graph).views()
+    wide = {under(node, VIEWS) for node in views if region.is_wide(node)}
+    return {node for node in views if under(node, VIEWS) in wide}
 
 
 class _Levels:
@@ -176,10 +185,13 @@ def _sorts(node: Node) -> bool:
 
 
 class _Demands:
-    """The values read by the graph, returned ones first."""
+    """The values read by the graph, returned ones first.
 
-    def __init__(self, graph: Graph, region: Region, levels: _Levels) -> None:
-        self.region, self.levels = region, levels
+    `shared` views stay views, of what a loop makes.
+    """
+
+    def __init__(self, graph: Graph, region: Region, levels: _Levels, shared: set[Node]) -> None:
+        self.region, self.levels, self.shared = region, levels, shared
         self.order = {node: at for at, node in enumerate(graph.nodes)}
         self.found: dict[int, Loop] = {}
         self.seen: set[Node] = set()
@@ -202,7 +214,12 @@ class _Demands:
         self.seen.add(node)
         region, levels = self.region, self.levels
         made = node in region.sums or region.made_wide(node) or levels.is_frontier(node)
-        if not made or region.is_given(node) or not isinstance(value(node), Tensor):
+        if (
+            not made
+            or node in self.shared
+            or region.is_given(node)
+            or not isinstance(value(node), Tensor)
+        ):
             self.waiting += node.all_input_nodes
             return
         level = levels.level[node]

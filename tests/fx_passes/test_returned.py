@@ -207,6 +207,42 @@ def test_results_are_those_of_eager_code(fn: Callable[..., tuple[Tensor, ...]], 
         torch.testing.assert_close(got[name], eager[name], rtol=1e-4, atol=1e-5)
 
 
+VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "rows": lambda made: (made.detach()[1:], made.detach()[:3]),
+    "all of it": lambda made: (made.detach(), made.detach()),
+    "columns": lambda made: (made.detach()[:, 1:], made.detach()[:, :30]),
+    "turned": lambda made: (made.detach().t(), made.detach().view(2, 3, VOCAB)),
+    "columns of a softmax": lambda made: (lambda p: (p[:, 3:], p[:, :5]))(
+        made.detach().softmax(-1)
+    ),
+    "rows of log-probs": lambda made: (lambda p: (p[1:], p[:, 2:], p.unbind(0)[2]))(
+        made.log_softmax(-1).detach()
+    ),
+}
+
+
+@harness.each_inner
+@pytest.mark.parametrize("views", VIEWS.values(), ids=VIEWS)
+def test_results_of_a_loop_share_memory_as_in_eager_code(
+    views: Callable[[Tensor], tuple[Tensor, ...]], inner: str
+) -> None:
+    """A loop makes what they are views of, once."""
+    head = torch.ones(8, VOCAB).cumsum(-1) / VOCAB
+
+    def fn(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        made = x[:, :8] @ head
+        return *views(made), token(made.log_softmax(-1), target)
+
+    torch._dynamo.reset()
+    options = {**harness.OPTIONS, "inner": inner, "chunk_mib": 2 * VOCAB * 4}
+    with harness.chunks_in_bytes():
+        got = facts(torch.compile(fn, backend="slime_fused", options=options))
+    eager = facts(fn)
+    assert got["memory"] == eager["memory"]
+    for name in ("values", "gradient"):
+        torch.testing.assert_close(got[name], eager[name], rtol=1e-4, atol=1e-5)
+
+
 def gradient_beside_changed_results(fn: Callable[..., tuple[Tensor, ...]]) -> Tensor:
     """That of the results that have one, when the caller writes over all others first."""
     args = inputs()

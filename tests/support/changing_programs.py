@@ -52,7 +52,9 @@ VALUES = (
     "torch.stack([{0}, {0}.bfloat16()]).amax(0).sum(-1)", "torch.cat([{0}.float(), {0}.double()]).logsumexp(-1)", "{}.exp().sum(-1, dtype=torch.float32)",
     "({0} + {0}.double()).logsumexp(-1)", "torch.where({0} > 0, {0}, {0}.double()).softmax(-1)[..., 0]",
 )  # fmt: skip
-RETURNED = ("a", "b", "c", "a[1:]", "c[:2]", "h1", "beside", "tau1")
+RETURNED = (
+    "a", "b", "c", "a[1:]", "c[:2]", "h1", "beside", "tau1", "a.detach()", "a.detach()[1:]", "a.detach()[:, 1:]", "b.detach()[:3]", "b.detach()[:, :4]",
+)  # fmt: skip
 """Logits with a gradient: where the caller writes to others that backward reads, autograd raises."""
 
 BREAKS = "Doubled.apply({})"
