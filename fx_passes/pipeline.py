@@ -161,7 +161,7 @@ def _work_on_parts(graph: Graph, config: Config) -> Outcome:
         # the graph stays as it was if no matmul can compute fewer rows
         if _work_on_rows_taken(trial_of(graph), config, share).notes:
             outcome = outcome.then(_work_on_rows_taken(graph, config, share))
-    return outcome
+    return outcome.then(_counted(compute_apart(graph, config.min_vocab)))  # of rows that are left
 
 
 def _work_on_rows_taken(graph: Graph, config: Config, share: float) -> Outcome:

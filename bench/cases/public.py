@@ -5,6 +5,7 @@ losses have guards, masks, several terms, as in a repository. The functions are 
 """
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -260,6 +261,23 @@ def centred_and_masked(logits: Tensor, teacher: Tensor, keep: Tensor, bias: Tens
     """iBOT, with a running centre."""
     q = F.softmax((_wide(teacher) - _wide(bias.detach())) / 0.5, -1)
     return -_mean((q * _log(_wide(logits) / 0.9)).sum(-1), keep)
+
+
+def crops(logits: Tensor, teacher: Tensor, bias: Tensor) -> Tensor:
+    """DINO: four crops of each image, two of them for the teacher, too."""
+    students = (_wide(logits) / 0.5).chunk(4)
+    centred = (_wide(teacher[: len(teacher) // 2]) - _wide(bias.detach())) / 0.5
+    pairs = itertools.product(enumerate(centred.softmax(-1).chunk(2)), enumerate(students))
+    terms = [-(q * x.log_softmax(-1)).sum(-1).mean() for (i, q), (j, x) in pairs if i != j]
+    return torch.stack(terms).mean()
+
+
+def two_passes(logits: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+    """R-Drop over a batch of both passes, cut after the softmax."""
+    (log_a, log_b), (a, b) = _log(logits).chunk(2), _soft(logits).chunk(2)
+    apart = F.kl_div(log_a, b, reduction="none") + F.kl_div(log_b, a, reduction="none")
+    apart = apart.masked_fill(~keep[: len(a), None], 0.0)
+    return F.cross_entropy(_wide(logits), target) + 0.5 * apart.sum() / len(target)
 
 
 def balanced(logits: Tensor, teacher: Tensor) -> Tensor:

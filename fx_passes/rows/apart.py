@@ -1,8 +1,10 @@
-"""Rows of a head that meet part by part: each part is computed on its own, and so is whatever reads all rows.
+"""Rows of a head, or of given logits, that meet part by part: each part is computed on its own, and so is whatever
+reads all rows.
 
     x = h @ w; f(x); g(x[:n], x[n:])  ->  a = h[:n] @ w; b = h[n:] @ w; f(a), f(b); g(a, b)
 
-Entry point: `compute_apart`. One loop over the rows of `a` then makes those of `b`, too: no whole `x` is needed.
+Entry point: `compute_apart`. One loop over the rows of `a` then makes those of `b`, too: no whole `x` is needed. The
+gradient of given logits is the stacked gradients of the parts, [parts, n, V]: the loop writes the rows of each.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import hint, is_wide, shape_of, value, wide_nodes
+from fx_passes.graph.facts import hint, is_backward, is_wide, same, shape_of, value, wide_nodes
 from fx_passes.graph.operators import SPLITS
 from fx_passes.graph.order import tidy
 from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, in_front
-from fx_passes.rows.fewer import HEADS, head_under
+from fx_passes.rows.fewer import HEADS
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, Move, move_of, piece_of, rows_put, span
 from fx_passes.rows.region import Region, grown, in_place_of
 from fx_passes.torch_private import detect_fake_mode
@@ -41,19 +43,20 @@ _ADDED: dict[str, Any] = {
 
 
 def compute_apart(graph: Graph, min_vocab: int) -> int:
-    """Computes heads in the parts of their rows that meet; how many nodes that makes."""
+    """Computes logits in the parts of their rows that meet; how many nodes that makes."""
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None:
         return 0
     emit = Emitter(graph, fake_mode)
     taken_of = [node for node in wide_nodes(graph, min_vocab) if any(True for _ in _taken_of(node))]
-    heads = dict.fromkeys(filter(None, map(head_under, taken_of)))
-    for head in heads:
-        if not head.users:  # another one's parts stand in its place
+    joins = [node for node in wide_nodes(graph, min_vocab) if _joins(node)]
+    seen = set[Node]()
+    for root in taken_of:
+        if not root.users or root in seen:  # another one's parts stand in its place, or do not meet
             continue
-        hidden: Any = head.args[HEADS[head.target]]  # its product with the gradient is the weight's
-        region = grown(graph, head, hidden)
-        region = grown(graph, head, hidden, *_joined(region, min_vocab))
+        region = grown(graph, root)
+        region = grown(graph, root, *_joined(region, min_vocab, joins))
+        seen |= region.blocks.keys()
         taken = _taken(region, min_vocab)
         if (
             _are_all(taken, region)
@@ -66,17 +69,26 @@ def compute_apart(graph: Graph, min_vocab: int) -> int:
     return len(emit.created)
 
 
-def _joined(region: Region, min_vocab: int) -> list[Node]:
-    """Wide values that `region` is given: gradients of parts, joined or put among zeros."""
+def _joins(node: Node) -> bool:
+    """Is it rows, joined or put among zeros?"""
+    puts = node.target in PUTS.keys() - BY_NUMBERS and rows_put(node) is not None
+    return puts or node.target is aten.cat.default
+
+
+def _joined(region: Region, min_vocab: int, joins: list[Node]) -> list[Node]:
+    """What `region` is given: hidden states of its heads, gradients of parts, joined or put among zeros."""
     steps = [*region.steps.values(), *(across.step for across in region.sums.values())]
     operands = [each for step in steps for each in step.operands() if isinstance(each, Rows)]
     read = dict.fromkeys(each.node for each in operands)
-    return [node for node in read if is_wide(node, min_vocab) and node not in region.blocks]
+    given: list[Any] = [n for n in read if is_wide(n, min_vocab) and n not in region.blocks]
+    heads = [node for node in region.steps if node.target in HEADS and is_wide(node, min_vocab)]
+    given += [n.args[HEADS[n.target]] for n in heads if region.blocks[n] == in_front(1)]
+    return given + [n for n in joins if n not in given and same(_rows(n), region.rows)]
 
 
 def _taken(region: Region, min_vocab: int) -> dict[Node, Range]:
     """What takes neighbouring rows of wide values of `region`, by its first dimension."""
-    wide = (node for node in region.steps if is_wide(node, min_vocab))
+    wide = (node for node in region.blocks if is_wide(node, min_vocab))
     first = (node for node in wide if region.blocks[node] == in_front(len(shape_of(node)) - 1))
     return {item: rows for node in first for item, rows in _taken_of(node)}
 
@@ -115,16 +127,16 @@ def _are_all(taken: dict[Node, Range], region: Region) -> bool:
 
 
 def _meet(graph: Graph, taken: dict[Node, Range], min_vocab: int) -> bool:
-    """Whether something as wide as they are, and of as many rows, is made of different parts."""
+    """Whether values as wide as they are, and of as many rows, connect different parts."""
     start, stop = next(iter(taken.values()))
-    made_of: dict[Node, set[Range]] = {node: {rows} for node, rows in taken.items()}
-    for node in graph.nodes:
-        if node not in made_of and is_wide(node, min_vocab) and _rows(node) == stop - start:
-            parts = [made_of[each] for each in node.all_input_nodes if each in made_of]
-            made_of[node] = set().union(*parts)
-            if len(made_of[node]) > 1:
-                return True
-    return False
+    wide = {n for n in wide_nodes(graph, min_vocab) if n in taken or _rows(n) == stop - start}
+    found, waiting = set[Node](), [next(iter(taken))]
+    while waiting:
+        node = waiting.pop()
+        found.add(node)
+        near = [*node.users, *(() if node in taken else node.all_input_nodes)]
+        waiting += [each for each in near if each in wide and each not in found]
+    return len({rows for node, rows in taken.items() if node in found}) > 1
 
 
 def _rows(node: Node) -> int:
@@ -132,13 +144,18 @@ def _rows(node: Node) -> int:
 
 
 def _needed_whole(region: Region, taken: dict[Node, Range]) -> bool:
-    """Whether something wide is read as a whole, other than by what takes its parts."""
+    """Whether something wide is read as a whole, other than by what takes its parts; a gradient may leave."""
     inside = {*region.steps, *region.sums, *taken, *(item.args[0] for item in taken)}
-    return any(region.made_wide(node) and not inside >= node.users.keys() for node in region.steps)
+    return any(
+        user not in inside and (user.op != "output" or not is_backward(node))
+        for node in filter(region.made_wide, region.steps)
+        for user in node.users
+    )
 
 
 def _replace(emit: Emitter, region: Region, taken: dict[Node, Range]) -> None:
-    inside = region.steps.keys() | region.sums.keys()
+    joined = {node for node in region.blocks if _joins(node)}
+    inside = region.steps.keys() | region.sums.keys() | joined
     nodes = [node for node in emit.graph.nodes if node in inside]
     device = value(next(iter(taken))).device
     parts = {rows: _Part(emit, region, rows, device) for rows in sorted(set(taken.values()))}
@@ -149,7 +166,8 @@ def _replace(emit: Emitter, region: Region, taken: dict[Node, Range]) -> None:
     for node, rows in taken.items():
         every: Any = node.args[0]
         every = every.args[0] if every.target in SPLITS else every
-        node.replace_all_uses_with(emit.reshape(parts[rows].made[every], emit.sizes(node)))
+        found = parts[rows].of(every, region.blocks[every])
+        node.replace_all_uses_with(emit.reshape(found, emit.sizes(node)))
     for node in nodes:
         if inside >= node.users.keys() or not isinstance(value(node), torch.Tensor):
             continue
@@ -160,9 +178,14 @@ def _replace(emit: Emitter, region: Region, taken: dict[Node, Range]) -> None:
 
 def _together(made: list[Node], node: Node, region: Region, emit: Emitter) -> Node:
     """All rows, [N, ...], or the sum over all."""
+    if region.is_wide(node):
+        stacked = [emit.reshape(each, [1, *emit.sizes(each)]) for each in made]
+        rows = [region.rows, *emit.sizes(made[0])[1:]]
+        return emit.reshape(emit.call(aten.cat.default, stacked), rows)
     if node not in region.sums:
         return emit.call(aten.cat.default, made)
-    return functools.reduce(functools.partial(emit.call, _ADDED[region.sums[node].how]), made)
+    add = functools.partial(emit.call, _ADDED[region.sums[node].how])
+    return emit.reshape(functools.reduce(add, made), emit.sizes(node))
 
 
 class _Part:
@@ -175,7 +198,9 @@ class _Part:
 
     def compute(self, node: Node) -> None:
         across = self.region.sums.get(node)
-        if across is None:
+        if node not in self.region.steps and across is None:
+            self.made[node] = self.of(node, self.region.blocks[node])
+        elif across is None:
             self.made[node] = self._called(self.region.steps[node])
         elif across.how == "product":
             left, right = (self._argument(each) for each in across.step.args)
@@ -195,7 +220,7 @@ class _Part:
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Rows):
-            found = self._rows(arg.node, arg.block)
+            found = self.of(arg.node, arg.block)
             if not arg.gap:
                 return found
             count, *rest = self.emit.sizes(found)
@@ -210,7 +235,7 @@ class _Part:
             return [self._argument(each) for each in arg]
         return self.rows[1] - self.rows[0] if arg is COUNT else arg
 
-    def _rows(self, node: Node, block: Block) -> Node:
+    def of(self, node: Node, block: Block) -> Node:
         """These rows of `node`: one of the pieces that it is joined of, or a view."""
         if node in self.made:
             return self.made[node]

@@ -9,6 +9,7 @@ graph's text. The text is JSON:
     rows      of each tensor with rows its block: [dims], or [dims, value]: the rows of these numbers
     steps     [operator, arguments, keyword arguments], in a runnable order
     results   ["rows", value, dtype, sizes]         chunks one behind the other              [N, *sizes]
+              ["rows", value, dtype, sizes, dim]    the same; in memory the rows are dimension number dim
               ["matmul", left, right, dtype, sizes]   left @ right, written as chunks of rows  [N, *sizes]
               ["put", value, dtype, sizes, value]   at these row numbers, zero else        [N of all, V]
               ["sum", value, dtype, sizes]          added over chunks, or "max", "min"        sizes
@@ -303,7 +304,10 @@ class Program:
             if self._is_last_matmul(node):
                 left, right = map(self._argument, self.region.steps[node].args)
                 return ["matmul", left, right, dtype, rest]
-            return ["rows", self._at[node], dtype, rest]
+            first, *others = block.dims
+            place = [first] if others == [*range(first + 1, first + len(block.dims))] else []
+            wide = first > 0 and self.region.is_wide(node)
+            return ["rows", self._at[node], dtype, rest, *(place if wide else [])]
         return self._sum(node, found, dtype)
 
     def _sum(self, node: Node, found: Across, dtype: str) -> list[Any]:

@@ -284,6 +284,10 @@ def _made(told: Sequence[Any], like: Tensor, sizes: Sequence[Any], rows: Any) ->
     at = 4 if told[0] in _OF_TWO else 3
     dtype, shape = told[at - 1], told[at]
     wanted = [sizes[size["s"]] if isinstance(size, dict) else size for size in shape]
+    if told[0] == "rows" and len(told) > 4:
+        at = told[4]
+        wanted.insert(at, rows)
+        return like.new_empty(wanted, dtype=getattr(torch, dtype)).movedim(at, 0)
     if told[0] in ("rows", "matmul"):
         wanted = [rows, *wanted]
     elif told[0] == "put":

@@ -327,6 +327,9 @@ MEETING: dict[str, Callable[[Tensor], Tensor]] = {
     "cast before": lambda x: _with_all(x, *wide(x).split(22)),
     "four": lambda x: _apart(*x.chunk(4)[:2]) + _apart(*x.chunk(4)[2:]) + x.mean(),
     "a largest of each column": lambda x: _apart(*x.chunk(2)) + x.amax(0).sum(),
+    "a mean of each column, kept as a row": lambda x: (
+        _apart(*x.chunk(2)) + x.mean(0, keepdim=True)[0].square().sum()
+    ),
     "guided": lambda x: F.cross_entropy(x[22:] + 2 * (x[:22] - x[22:]), x[:22].argmax(-1)),
 }
 
@@ -338,6 +341,18 @@ def test_parts_that_meet(name: str, dtype: torch.dtype, graphs: list[Graph]) -> 
     given = {key: t.to(dtype) for key, t in _heads().items()}
     check(_of(MEETING[name]), given)
     assert [whole(graph) for graph in graphs] == [[] for _ in graphs]
+
+
+@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_given_rows_that_meet(name: str, dtype: torch.dtype, graphs: list[Graph]) -> None:
+    """One loop writes the rows of both parts' gradients. A sum of bf16 rows casts them, without storing them."""
+    draw = torch.Generator().manual_seed(0)
+    given = {"logits": torch.randn(44, VOCAB, generator=draw).to(dtype)}
+    check(MEETING[name], given)
+    left = [each for graph in graphs for each in whole(graph) if not each.startswith("convert")]
+    assert not left
+    check(MEETING[name], given, inner="inductor")
 
 
 def _beside_statistics(numbers: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
