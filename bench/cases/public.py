@@ -743,6 +743,13 @@ def shifted_squares(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -_at(log_p, following).mean() + 0.1 * (log_p.exp() ** 2).sum(-1).mean() + 0.0 * right
 
 
+def following_in_the_middle(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """[B, V, T] without the last position, and the numbers of each sequence."""
+    logits = (hidden.unflatten(0, (4, -1)) @ weight.t())[:, :-1].transpose(1, 2)
+    loss = F.cross_entropy(_wide(logits), target.view(4, -1)[:, 1:], reduction="none")
+    return F.softplus(loss.sum(-1) / 100).mean()
+
+
 def contrast_of_layers(hidden: Tensor, hidden_2: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """DoLa: two layers under one head, among the likely columns of the last one."""
     last, early = _log(hidden @ weight.t()), _log(hidden_2 @ weight.t())
