@@ -31,8 +31,9 @@ def run(
     options: Options,
     record: Record,
     finish: Callable[[Graph, Outcome], None] = lambda graph, outcome: None,
+    see: Callable[[str, Graph], None] = lambda name, graph: None,
 ) -> Outcome:
-    """Runs a stage's passes over a graph, and `finish` on the result.
+    """Runs a stage's passes over a graph, `see` before each pass of a graph's stage, and `finish` on the result.
 
     If a pass raises, the graph is restored, and all others run once more.
 
@@ -52,6 +53,8 @@ def run(
                 silent = each.name in failed or (record.abandoned and not each.needed)
                 if not silent and each.applies(config, outcome):
                     running = each.name
+                    if isinstance(target, Graph):
+                        see(running, target)
                     began = time.perf_counter()
                     outcome = outcome.then(_linted(each, target, config))
                     spent[each.name] = time.perf_counter() - began

@@ -67,7 +67,7 @@ INFINITE = {"one +inf", "some -inf", "only -inf"}
 ASKS = re.compile(  # of what was computed, whether it is a number: there the deviations are visible
     r"(?<!\b[xy])\.is(finite|nan|inf)\(\)|\bis(finite|nan|inf)\((?![xy]\))"
 )
-TELLS_APART = re.compile(r"[<>]|[!=]=|nan_to_num")  # NaN and an infinity
+TELLS_APART = re.compile(r"[<>]|[!=]=|nan_to_num|\bsign\b")  # NaN and an infinity
 
 CHANGED = "modified by an inplace operation"  # autograd's words
 
