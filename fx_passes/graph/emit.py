@@ -205,7 +205,9 @@ class Emitter:
         strides = numbers(value(other).stride())
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim] or -math.inf)
         turned = self.permute(node, order)
-        if value(turned).is_contiguous():
+        with self.fake_mode:
+            dense = torch.empty(value(turned).shape, device="meta")
+        if same_layout(value(turned), dense):  # no guard, as is_contiguous() would need
             return node
         packed = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return self.permute(packed, [order.index(dim) for dim in range(len(order))])

@@ -200,13 +200,19 @@ def test_the_graph_returns_what_the_function_does() -> None:
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kept", "most"), [(False, 1.1), (True, 2.1)])
-def test_peak(kept: bool, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gradient, and the logits where the caller has them; inductor and eager code hold three and more."""
+@pytest.mark.parametrize(
+    ("kept", "chunk_mib", "most"),
+    [(False, 32, 1.1), (True, 32, 2.1), (False, 1, 1.6), (True, 1, 1.6)],
+)
+def test_peak(kept: bool, chunk_mib: int, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gradient, and the logits where the caller has them; inductor and eager code hold three and more.
+
+    In chunks of a quarter the logits and two chunks.
+    """
     hidden = torch.randn(500, HIDDEN, requires_grad=True)
     weight = torch.randn(2000, HIDDEN, requires_grad=True)
     target = torch.randint(2000, (500,))
-    compiled = _compiled(as_made)
+    compiled = _compiled(as_made, chunk_mib=chunk_mib)
     monkeypatch.setattr(torch_calls, "_CHUNK_ELEMENTS", 4 * 2000)  # where there is no C++
 
     def step() -> None:
