@@ -69,7 +69,8 @@ class Returned:
 def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
     """Detaches the returned logits computed by `gm`, if `gm` also returns a possible loss of theirs.
 
-    Their operands become further outputs, unless they are inputs of `gm`.
+    Their operands become further outputs, unless they are inputs of `gm`; numbers per row as copies, since the caller
+    may write to its own.
 
     Args:
         gm: one of Dynamo's, with `meta["example_value"]`.
@@ -81,10 +82,14 @@ def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
     outputs: list[Any] = list(given)
     inputs = graph.find_nodes(op="placeholder")
     found: list[Way] = []
+    copies: dict[Node, Node] = {}
     for place, chain in _chains(graph, given, min_vocab):
-        outputs += [leaf for leaf in chain.leaves if leaf not in inputs and leaf not in outputs]
+        for leaf in chain.leaves:
+            if leaf not in inputs and leaf not in copies:
+                copies[leaf] = _copied(graph, leaf) if _is_narrow(leaf) else leaf
+        outputs += [copies[leaf] for leaf in copies if copies[leaf] not in outputs]
         operands = [
-            inputs.index(leaf) if leaf in inputs else len(inputs) + outputs.index(leaf)
+            inputs.index(leaf) if leaf in inputs else len(inputs) + outputs.index(copies[leaf])
             for leaf in chain.leaves
         ]
         found.append(Way(place, chain.replay(gm.graph, given[place]), tuple(operands)))
@@ -98,6 +103,13 @@ def detach_returned(gm: GraphModule, min_vocab: int) -> Returned:
         output.args = (tuple(outputs),)
         gm.recompile()
     return Returned(tuple(found), len(outputs) - len(given))
+
+
+def _copied(graph: Graph, node: Node) -> Node:
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_method("clone", (node,))
+    copy.meta = {**node.meta, "example_value": example(node).clone()}
+    return copy
 
 
 def _chains(graph: Graph, outputs: Sequence[Any], min_vocab: int) -> Iterator[tuple[int, _Chain]]:

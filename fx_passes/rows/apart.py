@@ -19,9 +19,19 @@ import torch
 from torch.fx import Graph, Node
 
 from fx_passes.graph.emit import Emitter
-from fx_passes.graph.facts import hint, is_backward, is_wide, same, shape_of, value, wide_nodes
+from fx_passes.graph.facts import (
+    hint,
+    is_backward,
+    is_wide,
+    rank_of,
+    same,
+    shape_of,
+    value,
+    wide_nodes,
+)
 from fx_passes.graph.operators import SPLITS
 from fx_passes.graph.order import tidy
+from fx_passes.graph.returned import Returned
 from fx_passes.graph.rows import COUNT, Block, Rows, Step, Whole, in_front
 from fx_passes.rows.fewer import HEADS
 from fx_passes.rows.parts import BY_NUMBERS, PUTS, TAKES, Move, move_of, piece_of, rows_put, span
@@ -47,7 +57,7 @@ def compute_apart(graph: Graph, min_vocab: int) -> int:
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     if fake_mode is None:
         return 0
-    emit = Emitter(graph, fake_mode)
+    emit, returned = Emitter(graph, fake_mode), Returned(graph)
     taken_of = [node for node in wide_nodes(graph, min_vocab) if any(True for _ in _taken_of(node))]
     joins = [node for node in wide_nodes(graph, min_vocab) if _joins(node)]
     seen = set[Node]()
@@ -66,6 +76,7 @@ def compute_apart(graph: Graph, min_vocab: int) -> int:
             with graph.inserting_before(graph.output_node()):
                 _replace(emit, region, taken)
             tidy(graph)
+    returned.keep_apart(fake_mode, lambda node: is_wide(node, min_vocab))
     return len(emit.created)
 
 
@@ -239,23 +250,22 @@ class _Part:
         """These rows of `node`: one of the pieces that it is joined of, or a view."""
         if node in self.made:
             return self.made[node]
+        sizes: list[Any] = [self.rows[1] - self.rows[0], *block.rest(self.emit.sizes(node))]
         put = rows_put(node) if node.target in PUTS.keys() - BY_NUMBERS else None
         if put is not None and (rows := _range(move_of(node, node, 2), node)) is not None:
-            sizes = [self.rows[1] - self.rows[0], *block.rest(shape_of(node))]
             if rows == self.rows:
-                return self.emit.reshape(put, sizes)
+                return self.emit.reshape(self.emit.cast(put, value(node).dtype), sizes)
             if rows[1] <= self.rows[0] or rows[0] >= self.rows[1]:
                 return self.emit.full(sizes, 0, value(node).dtype, node)
-        sizes = self.emit.sizes(node)
         if node.target is aten.cat.default and block == in_front(len(block.dims)):
             joined: Any = node.args[0] if node.args[1:] in ((), (0,)) else []
             counts = (math.prod(block.lead(shape_of(each))) for each in joined)
             ends = [0, *itertools.accumulate(counts)]
             pieces = dict(zip(itertools.pairwise(ends), joined, strict=True))
-            if self.rows in pieces:
+            if self.rows in pieces:  # of dtypes that are promoted
                 return self.emit.reshape(
-                    pieces[self.rows], [self.rows[1] - self.rows[0], *block.rest(sizes)]
+                    self.emit.cast(pieces[self.rows], value(node).dtype), sizes
                 )
-        front = self.emit.permute(node, [*block.dims, *block.rest(range(len(sizes)))])
-        flat = self.emit.reshape(front, [self.region.rows, *block.rest(sizes)])
+        front = self.emit.permute(node, [*block.dims, *block.rest(range(rank_of(node)))])
+        flat = self.emit.reshape(front, [self.region.rows, *sizes[1:]])
         return self.emit.call(aten.slice.Tensor, flat, 0, *self.rows)

@@ -399,6 +399,21 @@ def test_a_part_in_another_shape_is_not_a_few_numbers() -> None:
     check(pairs, _heads())  # strict: a pass that fails raises
 
 
+def test_parts_of_another_dtype_are_promoted_first() -> None:
+    """The joined rows are float64, and so is what is computed of each half."""
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        z = hidden @ weight.t()
+        both = torch.cat([z, z.double()])
+        return both.logsumexp(-1).sum() + both.softmax(-1).square().sum()
+
+    given = inputs_of(loss, ROWS, VOCAB, torch.float32, HIDDEN)
+    leaves = {name: each.clone().requires_grad_() for name, each in given.items()}
+    got, eager = compiled(loss)(**leaves), loss(**leaves)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, eager, rtol=1e-13, atol=0)
+
+
 OF_NO_ROW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the largest logit": lambda z, t: z.amax(),
     "reduced once more": lambda z, t: z.logsumexp(-1).mean().logsumexp(-1) + z.mean().amax(-1),

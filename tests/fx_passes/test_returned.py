@@ -149,8 +149,27 @@ def logits_of_an_equal_head(x: Tensor, target: Tensor, weight: Tensor) -> tuple[
     return token((hidden * 1 @ HEAD).log_softmax(-1), target), returned
 
 
+def numbers_of_joined_heads(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Each half is computed on its own, and what is computed twice is two results."""
+    hidden = x[:, :8]
+    halves = [hidden * 1 @ HEAD, (hidden * 1 @ HEAD) / 2]
+    return (
+        torch.cat(halves).logsumexp(-1),
+        torch.cat(halves).logsumexp(-1),
+        halves[0].tanh().sum(-1),
+    )
+
+
+def shifted_logits(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The logits have a gradient of their own, which needs no number of the shift."""
+    shift = weight + 1
+    return x.logsumexp(-1).sum(), shift, x - shift[:, None]
+
+
 FUNCTIONS = (
     parts_of_logits,
+    numbers_of_joined_heads,
+    shifted_logits,
     parts_of_equal_heads,
     logits_of_an_equal_head,
     one_column_by_two_ways,
