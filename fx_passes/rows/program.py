@@ -58,7 +58,8 @@ aten = torch.ops.aten
 
 _GRADIENT = "slime_fused.row_grad.default"
 _MATMULS = set(map(str, MATMULS))
-_VIEWS = set(map(str, VIEWS))
+_VIEWS = frozenset(map(str, VIEWS)) | {"getitem"}
+_ONCE = _VIEWS - {str(aten.expand.default)}  # each element once
 
 
 def _has_its_dtype(node: Node) -> bool:
@@ -156,7 +157,7 @@ class Program:
         name, args, kwargs = self.steps[at[1]]
         if name != _GRADIENT:
             return  # an equal one has been looked at
-        root = self._shown(args[0]["v"])
+        root = self._shown(args[0]["v"], _ONCE)
         if root[0] != "step" or self.steps[root[1]][0] not in _MATMULS:
             return
         later = [*self.steps[at[1] + 1 :], *self.results]
@@ -165,9 +166,9 @@ class Program:
         terms = args[:6] + args[7:]  # without the dtype
         self.steps[at[1]] = [name.replace("row_grad.", "row_grad_."), terms, kwargs]
 
-    def _shown(self, at: tuple[str, int]) -> tuple[str, int]:
+    def _shown(self, at: tuple[str, int], views: frozenset[str] = _VIEWS) -> tuple[str, int]:
         """The value below its views."""
-        while at[0] == "step" and self.steps[at[1]][0] in _VIEWS | {"getitem"}:
+        while at[0] == "step" and self.steps[at[1]][0] in views:
             at = self.steps[at[1]][1][0]["v"]
         return at
 

@@ -707,6 +707,14 @@ def test_a_gradient_does_not_overwrite_a_piece_that_is_read_later() -> None:
     assert program.steps[4] is GRADIENT
 
 
+def test_a_gradient_does_not_overwrite_repeated_logits() -> None:
+    program = Program.__new__(Program)
+    repeated: list[Any] = ["aten.expand.default", [_value("step", 0), [{"n": 1}, 2, 7]], {}]
+    program.steps, program.results = [MATMUL, repeated, GRADIENT], []
+    program._write_over_logits(("step", 2))
+    assert program.steps[2] is GRADIENT
+
+
 def test_values_of_logits_are_computed_before_the_gradient_overwrites_them() -> None:
     """Inductor computes an element-wise value at its reader's place, which may come after the gradient's."""
 
